@@ -18,7 +18,10 @@ def judge(
     experiment: Experiment, folder: Path, ended: ComparisonEnd, took_s: float, started: str,
     command: tuple[str, ...],
 ) -> Comparison:  # fmt: skip
-    """Evaluate the outcomes of an experiment, whose runs are in `folder`."""
+    """Return the comparison of an experiment's alternatives (arms), from their run folders.
+
+    `ended` has the outcome of each run, and `command` is the command that started the experiment.
+    """
     facts = read_facts(experiment, folder, ended.outcomes)
     return Comparison(
         experiment=experiment,

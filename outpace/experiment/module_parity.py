@@ -74,7 +74,8 @@ Spoil = Callable[[Layout], None]
 class ModuleTrial:
     """A user's module with its training data: one global batch of `samples` samples per step.
 
-    `double`: whether to compute in float64. `spoil` plants a fault in a layout, for tests.
+    `double`: whether to compute in float64. Tests pass `spoil`, which changes a parallel layout to
+    be wrong, to check that the fault is found.
     """
 
     custom: CustomModel
@@ -104,7 +105,7 @@ class ModuleTrial:
 
 @dataclass
 class ReferenceFacts:
-    """Properties of the module that the reference revealed."""
+    """Properties of a user's module that were found while it trained in one process."""
 
     narrow: bool = False  # whether fewer than 64 bits were used despite float64 inputs
     draws: bool = False  # whether random numbers other than dropout's were drawn
@@ -125,7 +126,11 @@ class ReferenceFacts:
 
 @dataclass
 class ReferenceRun:
-    """Tensors of each step by kind and name, and the model's state after the last step."""
+    """Results of training a user's module in one process, with which plans are compared.
+
+    `steps` holds each step's tensors by kind ("gradient") and then by name. `state` is the model's
+    state after the last step.
+    """
 
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -135,19 +140,20 @@ class ReferenceRun:
 
 
 def optimizer_settings() -> TrainSettings:
-    """Return the optimizer settings of the reference and of all plans."""
+    """Return the optimizer's settings in one process and under each plan."""
     return TrainSettings(lr=LR, clip=CLIP, beta1=MOMENTUM)
 
 
 def reference(
     trial: ModuleTrial, shares: int = 1, pieces: int = 1, pipeline: bool = False
 ) -> ReferenceRun:
-    """Train in one process, with each global batch split into `shares` of `pieces` micro-batches.
+    """Train a user's module in one process, and return its tensors in each step.
 
-    Each share corresponds to a data-parallel rank. Buffers are those after the first share, as on
-    rank 0. With `pipeline`, running averages of BatchNorms cover all micro-batches of a step, as in
-    a pipeline. If BatchNorms have statistics over all ranks, or forwards call collectives, the
-    k-th micro-batches of all shares run together.
+    Each global batch is split into `shares`, one per data-parallel rank of a plan, and each share
+    into `pieces` micro-batches. The buffers are those after the first share, as on rank 0. With
+    `pipeline`, running averages of BatchNorms cover all micro-batches of a step, as in a pipeline.
+    If BatchNorms have statistics over all ranks, or if the forward calls collectives, the k-th
+    micro-batches of all shares run together, as they would on ranks.
     """
     objective = trial.begin()
     module = trial.custom.module
@@ -211,7 +217,10 @@ def _calls_collectives(objective: CustomObjective, batch: Any) -> bool:
 
 
 def require_optimizer(build: Build, layout: Layout, plan: Plan) -> None:
-    """Raise BadInputError for an optimizer that trains differently under a plan. Collective."""
+    """Raise BadInputError if the optimizer updates a model differently when ranks hold parts of it.
+
+    All ranks must call this function together.
+    """
     held = [p for _, p in layout.named_parameters() if p.requires_grad]
     has_shards = any(is_spread(one) for one in held)
     if has_shards:  # as in a user's loop
@@ -228,9 +237,10 @@ def require_optimizer(build: Build, layout: Layout, plan: Plan) -> None:
 
 
 def _run_shares(objective: CustomObjective, batch: Any, shares: int, micro_batches: int) -> Tensor:
-    """Run forward and backward of each share by itself; return the loss sum and the target count.
+    """Run forward and backward of each data-parallel share of a batch, as separate ranks would.
 
-    Changes to buffers and parameters are kept of the first share only.
+    Returns the sum of losses and the number of targets. All gradients are added, but buffers and
+    parameters keep only the changes that the first share makes.
     """
     first, *others = _cut_batch(batch, shares)
     totals = torch.zeros(2, dtype=torch.float64)
@@ -271,9 +281,10 @@ def _run_micro_batches(objective: CustomObjective, pieces: Sequence[Any]) -> Ten
 
 
 def _run_in_isolation(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
-    """Run a share and add its gradients, but undo all other changes to the model.
+    """Run one data-parallel share, keep its gradients, and undo all other changes to the model.
 
-    Each share thus starts from the same buffers, counters and parameters, as each rank does.
+    So each share starts from the same buffers, counters and parameters, as it would on its own
+    rank.
     """
     parameters = list(objective.parameters())
     with preserve_state(objective, CPU), keep_values(objective.named_parameters()):
@@ -302,14 +313,14 @@ def _step_tensors(
 
 @dataclass
 class RankFindings:
-    """Differences that one rank found between its tensors, or gathered ones, and the references.
+    """Differences between the tensors of one rank and those of training in one process.
 
-    `whole` and `cut` have relative differences by (kind, name, step) from the reference with the
-    whole batch and from the one that splits it. `unmatched` says why a tensor has no counterpart in
-    a single process. `held` names the gradients that this rank had in the first step. `attributes`
-    names those that changed before the checkpoint, which does not contain attributes. `summed` has
-    the differences of the first step's gradients of whole parameters, summed over tensor-parallel
-    ranks.
+    `whole` has the relative differences, by (kind, name, step), from training on whole batches, and
+    `cut` those from training on split batches. `notes` describes how some tensors differ.
+    `unmatched` gives the reason why a tensor does not exist in one process. `held` names the
+    parameters of which this rank had a gradient in the first step. `attributes` names the plain
+    attributes that training changed, which no checkpoint contains. `summed` has the differences of
+    unsharded gradients of the first step after they were summed over tensor-parallel ranks.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
@@ -322,9 +333,10 @@ class RankFindings:
 
 
 class PlannedRun:
-    """One rank's training under a plan, compared with the references in each step.
+    """One rank's training under a plan, compared in each step with training in one process.
 
-    `at` is called with a description of each phase that begins.
+    `references` are the runs in one process. At the start of each phase, the function `at` is
+    called with a description of it.
     """
 
     def __init__(
@@ -436,7 +448,10 @@ class PlannedRun:
                 self._record_differences(name, kind + when, step, wanted, tensors)
 
     def _run_step(self, step: int, share: list[Any]) -> RawStep:
-        """Run a step. Raises BadInputError if a backward needs values that a forward overwrote."""
+        """Run one training step, and return its raw measurements.
+
+        Raises BadInputError if the forward overwrites parameters that the backward needs.
+        """
         versions = {name: p._version for name, p in self.layout.named_parameters()}
         try:
             return self._stepper.run(step, LR, share, lambda: False)
@@ -458,7 +473,7 @@ class PlannedRun:
         return cut(share, passes) if passes > 1 else [share]
 
     def _keep_gradients(self) -> None:
-        """Keep copies of unsharded gradients; skip a gradient if any rank lacks its shard."""
+        """Keep an unsharded copy of each gradient; leave out those of which a rank has no shard."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
         said = gather_objects(mine, self._control)

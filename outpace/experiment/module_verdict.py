@@ -43,7 +43,11 @@ def verdict_of(
     course: ReferenceRun,
     world: int,
 ) -> ParityVerdict:
-    """Return the verdict on a plan that ran to its end: what differs, and the likely cause."""
+    """Return the verdict on a plan that ran to its end.
+
+    `found` has the differences that each rank found, `course` is the run in one process, and
+    `allowed` the tolerance. The verdict lists the tensors that differ, and the likely cause.
+    """
     whole = _merge_worst(one.whole for one in found)
     cut = _merge_worst(one.cut for one in found)
     unmatched = {key: why for one in found for key, why in one.unmatched.items()}
@@ -112,7 +116,7 @@ def verdict_of(
 
 
 def _note_attributes(course: ReferenceRun, plan: Plan) -> str | None:
-    """Return a note on plain attributes that count only one rank's samples, or None."""
+    """Return a note on module attributes that would count only one rank's samples, or None."""
     names = sorted({*course.facts.counted} - course.state.keys() - course.unsaved.keys())
     if not names or plan.data_parallel == 1:
         return None
@@ -124,7 +128,7 @@ CUT_ALIKE = "one process that splits the batch in the same way gets the same res
 
 
 def _explain_counts(names: Sequence[str], plan: Plan) -> str:
-    """Explain that buffers count only rank 0's samples, although everything else is equal."""
+    """Explain that buffers count rank 0's samples only, in a plan that is otherwise correct."""
     return (
         "Loss, gradients and parameters are equal. In each rank, the forward counts or averages "
         f"only the rank's own samples in {first_names(names)} ({CUT_ALIKE}). Rank 0's values are "
@@ -133,7 +137,10 @@ def _explain_counts(names: Sequence[str], plan: Plan) -> str:
 
 
 def _explain_cut(facts: ReferenceFacts, plan: Plan) -> str:
-    """Explain a difference that splitting the batch also causes in one process."""
+    """Explain that a plan's results differ because the module depends on how a batch is split.
+
+    The same difference occurs in one process that splits the batch.
+    """
     if facts.written:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:
@@ -170,7 +177,7 @@ def _is_allowed(relative: float | None, allowed: ComparisonLimits) -> bool:
 def _merge_worst(
     several: Iterator[dict[tuple[str, str, int], float | None]],
 ) -> dict[tuple[str, str, int], float | None]:
-    """Return the largest deviation of each tensor over the findings of all ranks."""
+    """Return each tensor's largest relative difference on any rank, by (kind, name, step)."""
     merged: dict[tuple[str, str, int], float | None] = {}
     for one in several:
         for key, off in one.items():
@@ -180,7 +187,10 @@ def _merge_worst(
 
 
 def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, int, int, float]:
-    """Return a sort key that puts causes before their effects."""
+    """Return a sort key that orders differing tensors by when training computes them.
+
+    Among tensors of the same step and kind, the one with the largest difference comes first.
+    """
     kind, _, step = key
     resumed = kind.endswith(" after resuming")
     kind = kind.removesuffix(" after resuming")
@@ -190,7 +200,7 @@ def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, in
 def _known_cause(
     plan: Plan, facts: ReferenceFacts, listed: Sequence[tuple[str, str, int]]
 ) -> str | None:
-    """Return the cause if the single process already showed it; None otherwise."""
+    """Explain a difference by what training in one process showed, or return None."""
     if listed[0][0].endswith(" after resuming"):
         state = facts.state if plan.world_size == 1 else facts.state_of_ranks
         return explain_state_after_resume(state) if state.found else None
@@ -215,10 +225,11 @@ def _explain_split(
     parts: Collection[str],
     notes: Mapping[tuple[str, str, int], str],
 ) -> str | None:
-    """Return what layouts of tensor parallelism leave in parts; None if they are not the cause.
+    """Explain a wrong loss or gradient by the tensor-parallel layouts, or return None.
 
-    They are not if a tensor of the first step has no counterpart (`unmatched`). `parts` are
-    parameters of which ranks have parts of the gradient.
+    A layout can leave parts of a gradient on different ranks without adding them up; `parts` names
+    the parameters for which this happened. It is not the cause if a tensor of the first step exists
+    on no rank or only on ranks (`unmatched`).
     """
     kind, _, step = listed[0]
     if plan.tp == 1 or kind not in ("loss", "gradient"):
@@ -296,7 +307,7 @@ def make_verdict(
     cause: str | None = None,
     differences: tuple[TensorDifference, ...] = (),
 ) -> ParityVerdict:
-    """Return a verdict: passed, unless `reason` says why not."""
+    """Return a verdict on a plan: failed if there is a `reason` for that, otherwise passed."""
     named = None if worst_key is None else f"{worst_key[0]} {worst_key[1]} (step {worst_key[2]})"
     return ParityVerdict(
         strategy=plan.strategy,

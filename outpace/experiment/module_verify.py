@@ -92,12 +92,12 @@ def verify(
 
     The proof runs on this host's CPU, in processes forked from this one, for at most `time_limit_s`
     seconds per plan. `module` itself is not changed. It is trained in its current mode, as by
-    `outpace.parallelize`. Compared are the loss, the gradients and their norm in each step, and the
-    weights and buffers after three steps of SGD with momentum, with and without a resume, in
-    float64 if the module supports it. `optimizer`, such as a class of torch.optim, is also tried:
-    a strategy is refused if it trains small parameters differently as a rank has them. The
-    certificate lists all differences. Raises BadInputError if the module or batch cannot be
-    verified.
+    `outpace.parallelize`. The proof compares the loss, the gradients and their norm in each step.
+    It also compares the weights and buffers after three steps of SGD with momentum, with and
+    without a resume. It computes in float64 if the module supports it. `optimizer`, such as a class
+    of torch.optim, is also tried, on small parameters: a strategy is refused if the optimizer
+    updates them differently when each rank holds only a part of them. The certificate lists all
+    differences. Raises BadInputError if the module or batch cannot be verified.
     """
     custom = build_custom_model(
         lambda: CustomModel(
@@ -187,7 +187,7 @@ def _to_cpu(batch: Any) -> Any:
 
 
 def _copy_to_host(custom: CustomModel) -> CustomModel:
-    """Return the model on the CPU, without a copy if it is already there, since forks copy it."""
+    """Return the model on the CPU; a model that is already there is not copied."""
     if all(t.device.type == "cpu" for t in [*custom.module.parameters(), *custom.module.buffers()]):
         return custom
     import copy
@@ -198,7 +198,10 @@ def _copy_to_host(custom: CustomModel) -> CustomModel:
 def _choose_plans(
     requested: Sequence[Plan | str] | str | None, nproc: int, samples: int, accumulates: bool
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Return the plans to verify, and the skipped strategies with reasons if all were asked for."""
+    """Return the plans to verify, and why strategies were skipped.
+
+    If specific plans were requested, none are skipped.
+    """
     if isinstance(requested, str):
         requested = None if requested == "all" else requested.split(",")
     if requested is not None:
@@ -237,7 +240,7 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int, accumulates: bool) 
 def plan_for_module(strategy: Strategy, nproc: int, samples: int, accumulates: bool = True) -> Plan:
     """Return a strategy's plan for a global batch of `samples` on `nproc` ranks.
 
-    With `accumulates`, it has two accumulation steps if there are enough samples.
+    With `accumulates`, the plan has two gradient accumulation steps if there are enough samples.
     """
     sizes = fill_axes(strategy, nproc, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
@@ -257,9 +260,10 @@ def plan_for_module(strategy: Strategy, nproc: int, samples: int, accumulates: b
 
 
 def plan_like(plan: Plan) -> Plan:
-    """Return a run's plan in fp32 with SGD, and without options that a trial does not support.
+    """Return a run's plan in fp32 with SGD, for verification.
 
-    Micro-batches have at most two samples, since a trial's global batch is small.
+    Compilation, compression of gradients and an optimizer in the backward pass are switched off.
+    Micro-batches have at most two samples, since the verified global batch is small.
     """
     changed = {"precision": "fp32", "compile": False, "compress_gradients": "none",
                "optimizer": "sgd", "optimizer_in_backward": False,
@@ -280,9 +284,10 @@ class _Verifier:
         self._floor = DOUBLE.floor
 
     def run_reference(self) -> tuple[ComparisonLimits, list[str]]:
-        """Train on whole batches in one process, in float64 if possible; return limits and notes.
+        """Train on whole batches in one process; return the allowed differences, and notes.
 
-        Raises BadInputError if one process cannot train the module.
+        Computes in float64 if the module supports it. Raises BadInputError if one process cannot
+        train the module.
         """
         notes = []
         end = self._train_reference(_WHOLE)
@@ -431,7 +436,10 @@ def _run_phase(
     floor: float,
     rank: ForkedRank,
 ) -> None:
-    """Run `phase` ("train" or "resume") of a plan on one rank; write its findings to `place`."""
+    """Train under a plan on one rank, or resume; write the differences found to the folder `place`.
+
+    `phase` is "train" or "resume", and `paths` are the files of the runs in one process.
+    """
     references = {
         name: torch.load(path, weights_only=False, mmap=True) for name, path in paths.items()
     }

@@ -51,7 +51,7 @@ LIMIT = 0.05  # far below the norm of every step, so clipping is always active
 
 @dataclass(frozen=True)
 class Trial:
-    """A training run that the reference and every plan perform in the same way."""
+    """A training run that is repeated in one process and under each plan to compare the results."""
 
     spec: ModelSpec
     steps: int = 3
@@ -65,15 +65,16 @@ class Trial:
 
     @property
     def eps(self) -> float:
-        """AdamW's ε, large enough for well-conditioned steps.
+        """AdamW's ε, so large that rounding errors hardly change parameters.
 
-        A difference Δ in a clipped gradient changes m̂/(√v̂ + ε) by at most 2Δ/ε, since m̂ and √v̂
-        are means of the gradients and change by at most Δ each. With ε = 2 · steps · lr · clip,
-        parameters change by at most Δ/clip over all steps. For a gradient that is truly zero, Δ is
-        at most clip times the tolerance of the largest gradient, and the largest parameters are 1.
-        So a gradient within its tolerance gives a parameter within its tolerance. With ε = 1e-8,
-        rounding errors, amplified a million times, would change a key projection's bias, and a
-        wrong factor would go unnoticed, because it cancels in m̂/√v̂.
+        A difference Δ in a clipped gradient changes AdamW's step m̂/(√v̂ + ε) by at most 2Δ/ε,
+        since m̂ and √v̂ are means of the gradients and change by at most Δ each. With ε = 2 · steps
+        · lr · clip, parameters change by at most Δ/clip over all steps. For a gradient that is
+        truly zero, Δ is at most clip times the tolerance of the largest gradient, and the largest
+        parameters are 1. So a gradient within its tolerance gives a parameter within its tolerance.
+        With ε = 1e-8, rounding errors, amplified a million times, would change a key projection's
+        bias; and a gradient that is wrong by a constant factor would go unnoticed, because the
+        factor cancels in m̂/√v̂.
         """
         return 2 * self.steps * self.lr * LIMIT
 
@@ -105,7 +106,10 @@ class Trial:
 
     @torch.no_grad()
     def _randomise_adapters(self, model: Transformer) -> None:
-        """Give adapters a random B, since A has no effect and no gradient if B is zero."""
+        """Draw random values for LoRA's matrices B, which start at zero.
+
+        While B is zero, A has no gradient and does not affect the output.
+        """
         for name, (_, b, _) in adapters(model).items():
             drawn = torch.empty(b.shape, dtype=torch.float32)
             b.copy_(drawn.normal_(0.0, 0.2, generator=stream(self.seed, f"{name}.lora_b")))
@@ -134,12 +138,15 @@ class Trial:
 
 @dataclass
 class Trace:
-    """Unsharded tensors after each step, by kind and name ("gradient blocks.0.mlp.up.weight")."""
+    """Unsharded tensors of a training run after each step.
+
+    `steps` maps, for each step, a kind to tensors by name: ["gradient"]["blocks.0.mlp.up.weight"].
+    """
 
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
 
     def names(self) -> set[str]:
-        """Return kind and name of each recorded tensor as one string."""
+        """Return the kind and name of each tensor, such as "gradient blocks.0.mlp.up.weight"."""
         return {f"{kind} {name}" for kind, held in self.steps[0].items() for name in held}
 
 
@@ -184,10 +191,10 @@ def _step_tensors(
 def _gather_state(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return unsharded copies of parameters and optimizer moments, by kind and name. Collective.
+    """Return unsharded copies of parameters and optimizer moments, by kind and name.
 
-    A parameter with an fp32 copy is represented by this copy. Trained 16-bit parameters without one
-    are left out.
+    If the optimizer updates an fp32 copy of a parameter, the result has this copy. It has no 16-bit
+    parameters that are trained without such a copy. All ranks must call this function together.
     """
     found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
@@ -212,8 +219,8 @@ def train_under_plan(
 ) -> Trace:
     """Train under the plan on this rank, and return the unsharded tensors of each step.
 
-    `wire` counts the communication of the last step, since the first one may build buckets. `spoil`
-    plants a fault in the layout, for tests.
+    `wire` counts the bytes that the last step communicates; the first step may also communicate
+    while it builds buckets. Tests pass `spoil`, which makes the layout wrong.
     """
     device = trial.device
     objective = trial.objective(plan)
@@ -281,14 +288,17 @@ def _checkpoint_parts(
 
 
 class UsedParameters:
-    """Unsharded copies of parameters as the first forward of a step uses them."""
+    """Unsharded copies of parameters, taken in the first forward of a step.
+
+    They have the dtype in which the forward uses them.
+    """
 
     def __init__(self, wire: CollectiveCounter) -> None:
         self.found: dict[str, Tensor] = {}
         self._wire = wire
 
     def watch(self, model: Transformer) -> None:
-        """Copy each module's direct parameters when its forward begins."""
+        """Copy the parameters that each module itself has, when the module's forward begins."""
         for name, module in model.named_modules():
             if name and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(partial(self._copy_parameters, name))
@@ -327,12 +337,18 @@ class Difference:
 
     @property
     def cause(self) -> tuple[int, int, float]:
-        """Sort key that puts causes before their effects."""
+        """Sort key that orders differing tensors by when training computes them.
+
+        Among tensors of the same step and kind, the one with the largest difference comes first.
+        """
         return self.step, KINDS.index(self.kind), -self.relative
 
 
 def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[Difference]:
-    """Yield the difference of every tensor in `found` from `expected`, relative to its scale."""
+    """Yield each tensor's difference between two runs, relative to the tensor's scale.
+
+    The scale is usually the largest value (see Tolerance).
+    """
     for number, (wanted, held) in enumerate(zip(expected.steps, found.steps, strict=True), 1):
         for kind, tensors in held.items():
             scales = _scales(kind, wanted[kind], expected.steps[0]["used parameter"], allowed)
@@ -351,7 +367,10 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
 
 
 def _largest_distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
-    """Return the largest distance of `tensor` from `known` beyond its relative `roundoff`."""
+    """Return the largest absolute difference of two tensors, minus the expected rounding error.
+
+    `roundoff` is this error, relative to each value of `tensor`.
+    """
     tensor = tensor.to(known.dtype)
     apart = (tensor - known).abs()
     if roundoff:
@@ -362,7 +381,10 @@ def _largest_distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
 def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
-    """Return each tensor's scale, by which its difference is divided (see Tolerance)."""
+    """Return the scale of each tensor, by which its difference is divided.
+
+    `Tolerance` defines the scale, which is usually the tensor's largest value.
+    """
     if kind == "loss":  # the token count must be exact
         return {"mean": float(known["mean"]), "tokens": 1.0}
     # 4-bit weights are codes, whose largest value means nothing.

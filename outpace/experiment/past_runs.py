@@ -58,7 +58,10 @@ class PastRunFolder:
 
 
 def field_owner(name: str) -> type[Record] | None:
-    """Return the record class that has a field; results take precedence over settings."""
+    """Return the class of record that has the field `name`, or None.
+
+    If several have it, results take precedence over settings.
+    """
     for kind in (PastRun, Plan, Measurement, RunRecord, TrainSettings):
         if name in kind.model_fields and (kind is not RunRecord or name in _OF_RECORD):
             return kind
@@ -105,7 +108,10 @@ def _find_run_folders(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError |
 
 
 def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
-    """Read a run from its files. Problems are in the result and never raised."""
+    """Read a run from its files. The result describes any damage, which is never raised.
+
+    `trouble` is the error with which listing the folder failed.
+    """
     if trouble is not None:
         return PastRunFolder(folder, _damaged_run(folder, f"cannot be read: {trouble.strerror}"))
     changed: list[str] = []
@@ -167,9 +173,10 @@ def _figures_of_result(result: Measurement) -> dict[str, Any]:
 
 
 def _figures_of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
-    """Return an unfinished run's figures: medians over its latest steps without warm-up.
+    """Return an unfinished run's throughput, loss and memory, by field name.
 
-    Steps before a resume with another layout do not count.
+    Times and rates are medians over its latest steps without warm-up. Steps before a resume with
+    another layout do not count.
     """
     steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
@@ -234,7 +241,7 @@ def _mark_if_running(one: PastRunFolder, open_now: set[Path]) -> PastRunFolder:
 
 
 def asked_settings(record: RunRecord) -> dict[str, Any]:
-    """Return the settings that were given (by the user, a file or a plan) and are not defaults."""
+    """Return the settings that the user, a file or a plan gave and that are not defaults."""
     fields = TrainSettings.model_fields
     return {
         name: value

@@ -31,7 +31,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's losses by the number of samples trained so far, and its record."""
+    """A run's losses, by the number of samples on which it had trained, and the run's settings."""
 
     record: RunRecord
     losses: Mapping[int, float]
@@ -40,7 +40,10 @@ class Curve:
 def results(
     experiment: Experiment, folder: Path, outcomes: Sequence[Outcome], facts: Facts
 ) -> list[ArmResult]:
-    """Return each arm's medians over its runs, and its verdict against the first arm."""
+    """Return, for each arm, the medians over its runs and its verdict compared with the first arm.
+
+    An arm is one of the alternatives that an experiment compares.
+    """
     found = verdicts(experiment, outcomes)
     rows = []
     for arm in experiment.arms:
@@ -126,7 +129,7 @@ def _core_utilisation(run: Measurement) -> float | None:
 
 
 def _count_other_cores(run: Measurement) -> float | None:
-    """Return the number of cores that other processes used on all hosts; None if negligible."""
+    """Return how many cores other processes used on all hosts; None if too few to slow the run."""
     used = [load.host.disturbing_cores for load in run.utilisation]
     known = [cores for cores in used if cores is not None]
     return sum(known) if known else None
@@ -164,10 +167,10 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def timed_steps_of(run: Path, warm_up: bool = False) -> list[dict[str, Any]]:
-    """Return the steps that count for a run's times and rates (`RunRecord.last_untimed_step`).
+    """Return the steps from which a run's times and rates are computed.
 
-    With `warm_up`, the warm-up steps after the start and after each resume are included. Raises
-    BadInputError as `steps_of` does.
+    They follow the run's last untimed step. Warm-up steps after the start and after each resume are
+    left out, unless `warm_up` is set. Raises BadInputError as `steps_of` does.
     """
     record = RunRecord.load(run / RUN_FILE)
     begin = record.last_untimed_step(result_of(run, record))
@@ -184,12 +187,15 @@ def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is an int or float that fits into a float, also if not finite."""
+    """Return whether a value is a float (also NaN or infinity), or an int that fits into one."""
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
 
 
 def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Curve]:
-    """Return the losses of each arm's first successful run."""
+    """Return the losses of the first successful run of each arm, by the arm's name.
+
+    An arm is one of the alternatives that an experiment compares.
+    """
     found: dict[str, Curve] = {}
     for one in outcomes:
         if one.value is None or one.run is None or one.arm in found:
@@ -202,7 +208,11 @@ def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) ->
 
 
 def describe_losses(found: Mapping[str, Curve]) -> str | None:
-    """Return sentences on whether losses agree with the first arm's where they must, or None."""
+    """Describe how the losses of arms differ from the first arm's.
+
+    Losses must agree if both arms train with the same numerical settings, and may differ otherwise.
+    Returns None if there is nothing to compare.
+    """
     if len(found) < 2:
         return None
     first, *others = found
@@ -239,6 +249,9 @@ def _describe_equal_losses(first: str, apart: Mapping[str, float], precision: st
 
 
 def _largest_loss_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
-    """Return the largest relative difference of losses after the same samples; None if unknown."""
+    """Return the largest relative difference of two runs' losses after equal numbers of samples.
+
+    Returns None if the runs have no number of samples in common.
+    """
     gaps = [abs(one[at] - other[at]) / max(abs(one[at]), 1e-12) for at in one.keys() & other.keys()]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=None)

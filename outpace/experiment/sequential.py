@@ -21,9 +21,10 @@ from outpace.records.evidence import log_evidence
 
 
 def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
-    """Return an interval for the median that is valid at any time with probability 1 − α.
+    """Return an interval that contains the true median with probability 1 − α.
 
-    It is infinite if there are too few values.
+    The probability holds even if you look after every new value. The interval is infinite if there
+    are too few values.
     """
     ordered, count = sorted(values), len(values)
     outside = 0  # how many of the smallest and of the largest values the interval excludes
@@ -41,10 +42,11 @@ def verdict(
     level: float,
     in_turn: bool = True,
 ) -> Verdict:
-    """Return the verdict on how much slower `times` are than `against`, paired by round.
+    """Return a verdict on how much slower the `times` are than `against`, compared round by round.
 
-    A difference is claimed if E ever reached 1/`alpha`. The interval has coverage `level`. Nothing
-    is claimed if the runs were not interleaved (`in_turn`).
+    The verdict claims a difference once the evidence against equal speed (E in the module's
+    docstring) reaches 1/`alpha`. It claims none if the two arms did not run in turn (`in_turn`).
+    Its interval for the slowdown contains the true value with probability `level`.
     """
     logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
     slower = _find_claim(logs, alpha) if in_turn else None
@@ -63,7 +65,12 @@ def verdict(
 
 
 def _find_claim(logs: Sequence[float], alpha: float) -> bool | None:
-    """Return whether most rounds were slower when E first reached 1/`alpha`; None if never."""
+    """Return whether an arm is slower (True) or faster (False) than the arm compared with it.
+
+    `logs` are the logarithms of the ratios of their times, by round. The answer is given at the
+    first round at which the evidence against equal speed (E in the module's docstring) reaches
+    1/`alpha`; None if it never does.
+    """
     decided = slower = 0
     for log in logs:
         if log == 0:  # a tie counts for neither arm

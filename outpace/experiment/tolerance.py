@@ -24,14 +24,15 @@ _FALSE_ALARM = 1e-6
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Tolerance of a tensor: `relative` times its scale, which is usually its largest value.
+    """Tolerance for the difference of a tensor from the same tensor in one process.
 
-    The scale is at least `floor` times the largest scale of its kind. A parameter's scale is the
-    larger of its largest change since the first step and `held` times its largest value (`used`
-    times, for a parameter as a forward uses it). A parameter that ranks gather in fewer bits is
-    rounded once more than the reference's, so each of its values may differ by another `gathered`
-    times its size (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical
-    Algorithms", 2002, theorem 2.3).
+    It is `relative` times the tensor's scale. The scale is usually the tensor's largest value, and
+    at least `floor` times the largest scale among tensors of its kind. A parameter's scale is its
+    largest change since the first step, or `held` times its largest value if that is more. For the
+    copy of a parameter with which a forward computes, `used` replaces `held`. If ranks gather this
+    copy in fewer bits, it is rounded once more than in one process, so each value may also differ
+    by `gathered` times its size (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of
+    Numerical Algorithms", 2002, theorem 2.3).
     """
 
     relative: float
@@ -44,10 +45,11 @@ class Tolerance:
 def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
     """Return the tolerance for a global batch of `tokens` after `steps`.
 
-    For fp64, it is 1e-9: a million times the rounding error, and a millionth of the smallest wrong
-    factor. For other precisions, rounding errors are assumed to be independent with mean 0 (Higham
-    and Mary, "A new approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4:
-    λ·√n·u instead of n·u for a sum of n terms, with λ depending on the probability).
+    For fp64, it is 1e-9, a million times the rounding error. A tensor that is wrong by a constant
+    factor differs at least a million times more than that. For other precisions, rounding errors
+    are assumed to be independent with mean 0 (Higham and Mary, "A new approach to probabilistic
+    rounding error analysis", SISC 2019, theorem 2.4: λ·√n·u instead of n·u for a sum of n terms,
+    with λ depending on the probability).
     """
     precision = plan.precision
     if precision == "fp64":

@@ -30,9 +30,10 @@ _PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Trials:
-    """Runner of trials in `folder`, with the common settings `given`.
+    """Runner of tuning's trials, each of which trains with one plan for a few steps.
 
-    `host_bytes`: the memory limit for all processes of a trial on the CPU; None on GPUs.
+    `folder` is the folder of the trials, and `given` their common settings. `host_bytes` is the
+    memory limit for all processes of a trial on the CPU; None on GPUs.
     """
 
     given: Mapping[str, Any]
@@ -53,7 +54,10 @@ class Trials:
         return self._make_trial(number, chosen, ended, took_s=took_s, **found)
 
     def run_in_turn(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
-        """Train with several plans that take turns. All must fit in memory together."""
+        """Train with several plans that take turns, and return the measured trials.
+
+        The processes of all plans must fit in memory together.
+        """
         entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
             entrant.steps(_TURNS) * chosen.proposal.step_time_s
@@ -113,9 +117,10 @@ class Trials:
 def fit_together(
     plans: Sequence[Plan], trials: Sequence[PlanTrial], host_bytes: int | None, machine: Machine
 ) -> bool:
-    """Return whether all ranks of these plans fit in memory together, by their trials' peaks.
+    """Return whether all ranks of these plans fit in memory at the same time.
 
-    `host_bytes`: memory for all ranks on the CPU; None if each rank has a GPU.
+    A plan's need is the peak memory that its earlier trial measured. `host_bytes` is the memory for
+    all ranks on the CPU; None if each rank has a GPU.
     """
     peaks = {one.plan.model_dump_json(): one.peak_memory_bytes for one in trials}
     known = [(plan, peak) for plan in plans if (peak := peaks.get(plan.model_dump_json()))]
@@ -142,11 +147,12 @@ def _step_times(one: TurnResult, solo_s: float | None) -> dict[str, float | None
 
 
 def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
-    """Return comparable seconds per step of runs that took turns; None for a run that lacks a turn.
+    """Return the seconds per step of runs that took turns, without the drift that they share.
 
     In each turn, the first quartile of a run's step times is divided by the geometric mean of all
-    runs' first quartiles, so drift between turns cancels. The result is the median of these ratios
-    times the median of the means.
+    runs' first quartiles, so a drift that affects all runs cancels. The result is the median of
+    these ratios times the median of the means. It is None for a run without step times in some
+    turn.
     """
     count = max((len(one.turns) for one in several), default=0)
     whole = [one for one in several if len(one.turns) == count and all(one.turns)]

@@ -24,9 +24,10 @@ DEFAULT_WHY = "what outpace train does by default"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a tuning: the number of trials, seconds, and the smallest gain worth a trial.
+    """Limits of tuning: `trials` is the largest number of trials.
 
-    No trial starts after `budget_s`.
+    No trial starts after `budget_s` seconds. A plan is tried only if it may be faster than the
+    fastest by at least the fraction `within`.
     """
 
     trials: int = 8
@@ -35,7 +36,7 @@ class Limits:
 
 
 class StepPredictor(Protocol):
-    """Predictor of step times that learns from trials, such as `jobs.planning.proposer`'s."""
+    """Predictor of plans' step times that learns from the trials so far."""
 
     @property
     def default(self) -> Plan: ...
@@ -76,9 +77,9 @@ def tune(
 ) -> TuningEnd:
     """Run trials until no remaining plan can be faster, or a limit is reached.
 
-    The default plan comes first, then the most promising plans, and finally the fastest ones again,
-    in turn. `before` has earlier trials, which count and are part of the result. `told` is called
-    with each new trial.
+    The default plan is tried first, then the most promising plans. At the end, the fastest plans
+    run once more, taking turns. `before` has earlier trials, which count toward the limits and are
+    part of the result. `told` is called with each new trial.
     """
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
@@ -106,7 +107,7 @@ def tune(
 def _choose_next(
     planner: StepPredictor, trials: Sequence[PlanTrial], within: float
 ) -> NextTrial | None:
-    """Return the next trial; None if no other plan can be faster by `within`."""
+    """Return the next trial; None if no other plan can be faster by the fraction `within`."""
     if not trials:
         return _make_trial(planner, DEFAULT_WHY, planner.proposal(planner.default))
     one = _find_best_untried(planner, trials, within)
@@ -122,9 +123,11 @@ def _make_trial(planner: StepPredictor, why: str, proposal: TuningProposal) -> N
 def _choose_finalists(
     planner: StepPredictor, trials: Sequence[PlanTrial], most: int
 ) -> list[NextTrial]:
-    """Return the plans to run in turn: the fastest, close ones, and the default if it succeeded.
+    """Return the plans for the final, in which the best plans are timed again while taking turns.
 
-    Empty if these have just run in turn, or if there are fewer than two.
+    These are the fastest plan, those that are almost as fast, and the default plan if its trial
+    succeeded; at most `most`. Returns an empty list if they have just run in turn, or if there are
+    too few.
     """
     if not trials or trials[-1].raced:
         return []
@@ -144,7 +147,10 @@ def _choose_finalists(
 def _find_best_untried(
     planner: StepPredictor, trials: Sequence[PlanTrial], within: float
 ) -> TuningProposal | None:
-    """Return the untried plan with the largest expected gain; None if none can gain `within`."""
+    """Return the untried plan with the largest expected gain.
+
+    Returns None if no plan can be faster than the fastest by the fraction `within`.
+    """
     tried = {_plan_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
@@ -161,7 +167,7 @@ def _lower_end_s(proposal: TuningProposal) -> float:
 
 
 def _expected_gain(proposal: TuningProposal, best_s: float) -> float:
-    """Return a plan's expected improvement over the best step time so far, in logarithms of time.
+    """Return the expected decrease of the log of the best step time, if this plan is tried.
 
     Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box
     Functions" (1998), equation 15.
@@ -185,17 +191,21 @@ def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
 
 
 def _successful_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
-    """Return the successful trials of the final, which ran in turn; empty if there is only one."""
+    """Return the successful trials of the final, in which the fastest plans ran in turn.
+
+    Returns an empty list if fewer than two succeeded, since there is nothing to compare.
+    """
     last = [*takewhile(lambda trial: trial.raced, reversed(trials))]
     done = [trial for trial in last if trial.compared_s is not None]
     return done if len(done) > 1 else []
 
 
 def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
-    """Return fields of `Tuning` for these trials: the fastest, the default, the gain.
+    """Return the results of tuning as fields of `Tuning`, by name.
 
-    The fastest is chosen among the finalists, which ran in turn under the same machine load, or
-    among all trials if there was no final.
+    These are the numbers of the fastest and of the default trial, the fastest plan's step time, and
+    its gain over the default. The fastest is chosen among the plans of the final, which ran in turn
+    under the same machine load, or among all trials if there was no final.
     """
     finals = _successful_finals(trials)
     times = step_times_s(finals or trials)

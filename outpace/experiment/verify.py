@@ -49,7 +49,10 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
 
 
 def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
-    """Return `spec` with the sizes of `tiny_spec`."""
+    """Return a small model with `spec`'s features, as large as `tiny_spec`.
+
+    Attention windows are short, and there is no dropout.
+    """
     tiny = tiny_spec(plans)
     grouped = spec.kv_heads < spec.heads
     sizes = {
@@ -68,7 +71,11 @@ def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
 
 
 def plan_of_run(plan: Plan, precision: Precision) -> Plan:
-    """Return a run's plan for a trial, with small micro-batches and without lossy options."""
+    """Return a run's plan for verification, with small micro-batches.
+
+    Options by which results would differ from one process (compression of gradients, dropout of
+    adapters, optimizers that round) are replaced, and compilation is switched off.
+    """
     samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
     parts = plan.pp_microbatches
     if samples % parts:
@@ -87,10 +94,11 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
 
 
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
-    """Yield all plans of a strategy on `world_size` ranks.
+    """Yield the plans to verify for a strategy on `world_size` ranks.
 
-    For ps, these include the optimizer on servers and workers with two devices; for 3d, each choice
-    of axes with two ranks per axis.
+    This is one plan for most strategies. Strategy ps has further plans in which servers run the
+    optimizer, or in which workers have two devices. Strategy 3d has a plan for each choice of axes
+    with two ranks per axis, if `world_size` is a power of two.
     """
     if strategy == "3d" and world_size & (world_size - 1) == 0:
         for chosen in combinations(AXES, world_size.bit_length() - 1):
@@ -111,7 +119,10 @@ def plan_for(
     precision: Precision = "fp64",
     asked: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
-    """Return a strategy's plan on `world_size` ranks, with two accumulation steps."""
+    """Return a strategy's plan on `world_size` ranks, with two gradient accumulation steps.
+
+    `asked` fixes the sizes of some axes.
+    """
     # ps gets as many servers as workers.
     servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
     sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, asked)
@@ -136,10 +147,10 @@ def verify(
     skipped: Mapping[str, str] = MappingProxyType({}),
     notes: Sequence[str] = (),
 ) -> Certificate:
-    """Compare each plan with a single process; every rank must call this and gets the certificate.
+    """Compare training under each plan with training in one process, and return the certificate.
 
-    `skipped` has reasons for omitted strategies, `notes` what the trial does not cover. `spoil`
-    plants a fault in each layout, for tests.
+    All ranks must call this function. `skipped` has the reason for each strategy left out, and
+    `notes` say what was not compared. Tests pass `spoil`, which makes each layout wrong.
     """
     for plan in plans:
         if plan.compress_gradients != "none":
@@ -196,13 +207,16 @@ def verify(
 
 
 def _reference_key(plan: Plan) -> tuple[Any, ...]:
-    """Return the fields of a plan on which the result of a single process depends."""
+    """Return the fields of a plan that also change the result of training in one process."""
     lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
     return (plan.precision, plan.optimizer, plan.optimizer_in_backward, *lora)
 
 
 def _adapt_to_step_in_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
-    """Adapt plan and trial to `optimizer_in_backward`: one micro-batch, no padding, no clipping."""
+    """Adapt a plan and its trial to an optimizer that runs in the backward pass.
+
+    Micro-batches are merged into one; padding and gradient clipping are switched off.
+    """
     if not plan.optimizer_in_backward:
         return plan, trial
     whole = plan.micro_batch * plan.accumulation(trial.global_batch)
@@ -218,9 +232,10 @@ def _make_verdict(
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> ParityVerdict:
-    """Combine the findings of all ranks into one verdict. Collective.
+    """Combine the differences that all ranks found into one verdict on the plan.
 
-    `traffic`: communication as counted, and by the formula.
+    `missing` names tensors that this rank lacks. `traffic` is the communication that was counted,
+    and the prediction of it by the planner. All ranks must call this function.
     """
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]

@@ -70,7 +70,10 @@ def _require_valid_selectors(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _list_conditions(config: Mapping[str, Any]) -> str:
-    """Name the config's other keys that select modules, to follow "target_modules" in a message."""
+    """Return a phrase that names the config's other keys that select modules, or "".
+
+    In messages, it follows the words "target_modules".
+    """
     keys = ("exclude_modules", "layers_to_transform", "layers_pattern")
     found = [key for key in keys if config.get(key) not in (None, [], "")]
     return f" (with {' and '.join(found)})" if found else ""

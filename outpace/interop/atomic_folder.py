@@ -46,7 +46,7 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
 
 
 def _set_default_permissions(folder: Path) -> None:
-    """Make all files as readable as other new files; safetensors lets only the owner read them."""
+    """Give all files the permissions of other new files, because safetensors makes them private."""
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():

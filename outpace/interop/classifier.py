@@ -161,7 +161,7 @@ def require_exportable(spec: ModelSpec) -> None:
 
 
 def _classifier_naming(model_type: str) -> Naming:
-    """Return the naming of a family's classifier files; weights of other heads are ignored."""
+    """Return how a family names tensors in classifier files; other heads are ignored."""
     naming = tensor_naming(model_type)
     assert naming is not None  # checked by require_exportable
     encoder = bool(naming.head_bias)

@@ -60,9 +60,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def other_form(directory: Path) -> str:
-    """Describe what a directory without a config.json contains, to append to an error message.
+    """Describe another format of the model in a directory without config.json, or return "".
 
-    Returns '' if the contents are unknown.
+    The description is appended to an error message.
     """
     if (directory / "params.json").is_file():
         return (
@@ -109,7 +109,7 @@ def require_text(path: Path) -> None:
 
 
 class ConfigReading(Record):
-    """The spec that a config.json describes, with notes on how outpace interpreted the file."""
+    """The `ModelSpec` that a config.json describes, with notes on how outpace read the file."""
 
     spec: ModelSpec
     notes: tuple[str, ...] = ()

@@ -138,7 +138,10 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
 
 
 def read_type(values: Mapping[str, Any]) -> Any:
-    """Return the model_type that transformers uses: a mistral with layer_types is a ministral."""
+    """Return the model_type by which transformers reads a config.json.
+
+    It is the one in the file, except that a mistral with layer_types is read as ministral.
+    """
     told = values.get("model_type")
     return "ministral" if told == "mistral" and "layer_types" in values else told
 
@@ -146,9 +149,9 @@ def read_type(values: Mapping[str, Any]) -> Any:
 def config_parts(
     values: Mapping[str, Any], where: str
 ) -> Iterator[tuple[Mapping[str, Any], type, str]]:
-    """Yield the config and, if its class has one, its `text_config`.
+    """Yield the config and, if its class defines one, its nested `text_config`.
 
-    Each comes with its class and its location for messages.
+    Each comes with its transformers class, and its location for messages.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -200,9 +203,9 @@ def _class_name_prefix(config_class: str) -> str:
 
 
 def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse dimensions other than a positive integer, or a list with one integer per layer.
+    """Refuse dimensions that are neither a positive integer nor a list of one integer per layer.
 
-    `strict` also refuses lists, because no family that outpace trains has them.
+    `strict` refuses lists, too, because no family that outpace trains has them.
     """
     for name in _DIMENSIONS & values.keys():
         value = values[name]
@@ -326,7 +329,7 @@ def unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_converted(key: str, values: Mapping[str, Any], kind: Any) -> bool:
-    """Return whether the config class derives other values from a key that it does not define."""
+    """Return whether the config class derives other values from a key that it does not keep."""
 
     def parse(given: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = kind(**given).to_dict()
@@ -371,7 +374,7 @@ def _describes_model(key: str, value: Any) -> bool:
 
 
 def changes_model(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether an unread key would probably change the model, judging by its name."""
+    """Return whether a key that transformers does not read would change the model, by its name."""
     if key == "head_dim":  # transformers' models read it even if their config lacks it
         return False
     return key in _TRUE_BY_NATURE or _CHANGES.search(key) is not None

@@ -31,9 +31,10 @@ def reading_notes(
 ) -> tuple[str, ...]:
     """Return notes on how outpace interprets a config.json.
 
-    The notes name dimensions for which transformers' defaults were `read`, keys that the model_type
-    does not have, and dropouts of GPT-2 and BERT that are ignored because they differ. If `planned`
-    is set, they also name properties that plans ignore.
+    The notes name dimensions that were `read` although the file omits them, so transformers'
+    defaults apply. They also name keys that the model_type does not have, and differing dropouts of
+    GPT-2 and BERT, which outpace ignores. If `planned` is set, the model is only planned for: the
+    notes then name its features that plans ignore, and fewer unknown keys.
     """
     notes: list[str] = []
     inner = read.inner("text_config")
@@ -77,9 +78,9 @@ def _note_default_dimensions(values: Mapping[str, Any], read: ReadValues, where:
 def _note_ignored_keys(
     values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
-    """Return a note on keys that the config class lacks.
+    """Return a note on the file's keys that the config class does not have.
 
-    Unless `every` is set, it lists only keys that may change the layers.
+    It names all of them if `every` is set, otherwise only those that may change the layers.
     """
     names = [
         name

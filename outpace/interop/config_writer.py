@@ -99,7 +99,10 @@ def _collect_other_settings(
 
 
 def _build_config(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> Any | None:
-    """Return the family's config for a spec; None if reading it back would give another model."""
+    """Return the family's transformers config for a spec, or None.
+
+    Reading the config back must give an equivalent spec, or else the family cannot express it.
+    """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -125,7 +128,7 @@ def _spec_settings(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _canonical_values(spec: ModelSpec) -> dict[str, Any]:
-    """Return a spec's values in a form that is equal for equivalent models."""
+    """Return a spec's values in a form that is the same for specs of equivalent models."""
     values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
     if spec.positions == "learned":
         values = {key: value for key, value in values.items() if not key.startswith("rope")}

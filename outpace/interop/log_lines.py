@@ -25,8 +25,8 @@ _ADAPTER_ADDED = re.compile(r"\bAdding \w*lora to: ", re.IGNORECASE)
 _ALL = 0.98
 
 
-def is_possible(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number that is plausible in a log."""
+def is_plausible(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number within the range that a log may contain."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return _LEAST < value < _MOST
@@ -57,7 +57,7 @@ def last_number(pattern: str, lines: Iterable[str]) -> int | None:
 
 
 def find_settings(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the settings that lines show as a name, dots and a value."""
+    """Yield the settings in lines such as "zero_stage ........ 3", as names and values."""
     for line in lines:
         match = _SETTING.search(line)
         if match:

@@ -15,7 +15,12 @@ from outpace.interop.atomic_folder import whole_folder
 from outpace.interop.config import CONFIG_FILE, OWN_TYPE, read_config
 from outpace.interop.config_check import quiet_transformers
 from outpace.interop.config_writer import add_old_rotary_keys, hf_config
-from outpace.interop.origin import TokenIds, kept_ids, with_stops, write_generation_config
+from outpace.interop.origin import (
+    TokenIds,
+    append_stop_ids,
+    read_token_ids,
+    write_generation_config,
+)
 from outpace.interop.tensor_names import Naming, group, tensor_naming
 from outpace.interop.weight_files import INDEX
 from outpace.records.errors import BadInputError
@@ -53,9 +58,9 @@ def write_model(
             tokenizer_save(folder)
             ids |= special_ids(folder)
         if origin is not None:
-            ids |= kept_ids(origin, given)
+            ids |= read_token_ids(origin, given)
         if stop_ids:
-            ids["eos_id"] = with_stops(ids.get("eos_id"), stop_ids)
+            ids["eos_id"] = append_stop_ids(ids.get("eos_id"), stop_ids)
         config = write_config(folder, spec, ids, dtype, given=given)
         if config is not None and spec.causal:
             write_generation_config(folder, config, origin)
@@ -156,7 +161,7 @@ def _cast_on_cpu(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
 
 
 def _join_parts(parts: list[Tensor], stored: str, naming: Naming | None) -> Tensor:
-    """Concatenate tensors that are stored as one, transposed if the family stores in × out."""
+    """Concatenate tensors that are stored as one, and transpose them if the family does."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if naming is not None and naming.is_transposed(stored):
         whole = whole.t()

@@ -66,10 +66,11 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
     return copy
 
 
-def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
-    """Return a directory's special ids, by `hf_config`'s argument names; missing ids are omitted.
+def read_token_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
+    """Return the special token IDs of a model directory, by `hf_config`'s argument names.
 
-    `config` holds the values of config.json. Ids that it lacks come from generation_config.json.
+    `config` holds the values of config.json. IDs that it lacks come from generation_config.json,
+    and IDs missing from both are left out.
     """
     generation = _read_generation_config(source)
     found: dict[str, TokenIds] = {}
@@ -101,8 +102,8 @@ def _are_token_ids(value: Any) -> bool:
     )
 
 
-def with_stops(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
-    """Return the ids that end a text, followed by those that end an answer."""
+def append_stop_ids(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
+    """Return the token IDs that end a text, followed by those that end an answer."""
     known = ids if isinstance(ids, list) else [] if ids is None else [ids]
     more = [stop for stop in dict.fromkeys(stops) if stop not in known]
     return [*known, *more] if more and (known or len(more) > 1) else more[0] if more else ids

@@ -34,7 +34,10 @@ from outpace.records.outline import Outline
 
 
 def needs_trace(directory: Path) -> bool:
-    """Return whether a directory's model has no reader, but transformers can build it."""
+    """Return whether only a trace can give an outline of the model in a directory.
+
+    This is so if transformers can build the model but outpace cannot read its config.
+    """
     model_type = read_type(read_config(directory))
     return can_build(model_type) and model_type not in READERS
 
@@ -86,7 +89,7 @@ def outline_from_config(config: Any, where: str) -> Outline:
 
 
 def _restore_tied_embeddings(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
-    """Restore the file's tie_word_embeddings, because transformers 5 ties the head of every T5.
+    """Apply the file's tie_word_embeddings, because transformers 5 would tie the head of every T5.
 
     Raises BadInputError if the config and its text_config differ, because programs disagree on
     which one applies.

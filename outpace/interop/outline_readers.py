@@ -28,7 +28,10 @@ class ConfigValues:
         self.where = where
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value if the config class defines it, because transformers reads no others."""
+        """Return a value of the config, or `default`.
+
+        Values that the config class does not define are ignored, because transformers ignores them.
+        """
         config = self.config.config if isinstance(self.config, ReadValues) else self.config
         known = {*config.__dataclass_fields__, *config.attribute_map, *_BESIDE_FIELDS}
         found = getattr(self.config, name, None) if name in known else None
@@ -121,7 +124,7 @@ def _read_llama_like(
     windowed: bool = True,
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return the outline's values for layers with RMSNorm, rotary positions and gated MLPs.
+    """Return an outline's values for layers with RMSNorm, rotary positions and gated MLPs.
 
     `mlp` returns the MLP of a layer by its index; by default, all MLPs are dense. `norms` is the
     number of norms per layer. Unless `windowed` is set, sliding_window is ignored.
@@ -267,10 +270,10 @@ def _read_gpt_like(
     stack: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return the outline's values for layers with LayerNorm and an MLP of two matmuls.
+    """Return an outline's values for layers with LayerNorm and an MLP of two matmuls.
 
-    `width` is the MLP's width, `outside` the number of parameters outside the layers (without the
-    final norm), and `stack` holds further fields of Stack.
+    `width` is the MLP's width. `outside` is the number of parameters outside the layers, except the
+    final norm. `stack` holds further fields of Stack.
     """
     hidden = values.positive_int("hidden_size")
     made = _read_attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})

@@ -65,7 +65,10 @@ _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterNote(Record):
-    """The format and fingerprint of an adapter's base weights, and the ids that end its answers."""
+    """Record of how an adapter was trained: the format and fingerprint of its base model's weights.
+
+    `stop_ids` are the token IDs that end answers.
+    """
 
     has_checksum: ClassVar[bool] = True
 
@@ -91,10 +94,10 @@ def write_adapter(
     tokenizer_save: Callable[[Path], None] | None,
     stop_ids: Sequence[int] = (),
 ) -> None:
-    """Write the model's adapters to the weights in `base`, completely or not at all.
+    """Write the model's LoRA adapters in PEFT's format, completely or not at all.
 
-    `stop_ids` end answers, in addition to the ids that end texts. Raises BadInputError if the
-    directory cannot be written.
+    `base` is the folder of the weights to which they belong. `stop_ids` end answers, in addition to
+    the token IDs that end texts. Raises BadInputError if the directory cannot be written.
     """
     naming = tensor_naming(str(read_config(base).get("model_type")))
     pairs = _collect_pairs(model, naming)
@@ -116,7 +119,10 @@ def write_adapter(
 
 
 def _collect_pairs(model: Transformer, naming: Naming | None) -> dict[str, Pair]:
-    """Return the model's adapters by PEFT's module names; one module may join several matrices."""
+    """Return the model's LoRA adapters, by the module names that PEFT uses.
+
+    Where the family stores several of outpace's matrices as one, their adapters are joined.
+    """
     shapes, ours = expected_shapes(model.spec), adapters(model)
     pairs = {}
     for stored, names in group(shapes, naming).items():
@@ -155,7 +161,7 @@ def _build_adapter_config(
     for name, pair in pairs.items():
         if len(pair.a) != rank:
             joined.setdefault(len(pair.a), []).append(name)
-    ranks = {end: r for r, names in joined.items() for end in endings(names, known)}
+    ranks = {end: r for r, names in joined.items() for end in shortest_suffixes(names, known)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if spec.causal else None,
@@ -163,7 +169,7 @@ def _build_adapter_config(
         "lora_alpha": _to_int_if_whole(scale * rank),
         "rank_pattern": ranks,
         "alpha_pattern": {end: _to_int_if_whole(scale * r) for end, r in ranks.items()},
-        "target_modules": endings(pairs, known),
+        "target_modules": shortest_suffixes(pairs, known),
         # Whether modules store matrices as in × out, which is the same for all modules of a family.
         "fan_in_fan_out": naming is not None and bool(naming.transposed),
         "bias": "none",
@@ -177,8 +183,11 @@ def _to_int_if_whole(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
-def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the shortest suffixes that select only the `chosen` modules among `known`."""
+def shortest_suffixes(chosen: Collection[str], known: Collection[str]) -> list[str]:
+    """Return the shortest endings of module names that select all `chosen` modules and no others.
+
+    `known` are the names of all modules.
+    """
     found = set()
     for name in chosen:
         parts = name.split(".")
@@ -305,10 +314,11 @@ def _find_directory(reference: str) -> Path | None:
 def merge_into(
     weights: dict[str, Tensor], folder: Path, base: Path, form: Base | None = None
 ) -> None:
-    """Add an adapter to the `weights` of `base` (outpace's names) in place: W + s·B·A.
+    """Add an adapter to the weights of its base model in place: W + s·B·A.
 
-    `form` is the format of W and defaults to that used in training. For nf4, matrices are first
-    quantized and dequantized. Raises BadInputError for an adapter of another model.
+    `weights` have outpace's names, and `base` is their folder. `form` is the format of the weights,
+    by default the one in which the adapter was trained. For nf4, matrices are first quantized and
+    dequantized. Raises BadInputError for an adapter of another model.
     """
     note = read_note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):
@@ -338,9 +348,9 @@ def merge_into(
 
 
 def adapter_notes(folder: Path) -> tuple[str, ...]:
-    """Return notes on an adapter that outpace and PEFT read differently, or that changes nothing.
+    """Return notes on an adapter that PEFT would ignore, or that does not change the model.
 
-    An unreadable file gives no notes; merging refuses it.
+    There are none for an unreadable file, which merging refuses.
     """
     try:
         with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as held:

@@ -201,9 +201,10 @@ def read_megatron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _keep_last_batch_size(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Drop steps whose batch or length differs from the last step's; return a note on them.
+    """Drop steps whose global batch or sequence length differs from the last step's.
 
-    Megatron may change both during a run (rampup_batch_size, step_batch_size_schedule, curriculum).
+    Returns the remaining lines and a note. Megatron may change both during a run
+    (rampup_batch_size, step_batch_size_schedule, curriculum).
     """
     sizes = re.compile(r"global batch size:\s*(\d+)(?:.*actual seqlen:\s*(\d+))?")
     steps = {place: match for place, line in enumerate(lines) if (match := sizes.search(line))}
@@ -438,10 +439,10 @@ def _read_nanotron_batch(
     rates: Sequence[Range],
     settings: Mapping[str, Any],
 ) -> int | None:
-    """Return the number of sequences per step, or None if the log does not give it exactly.
+    """Return the number of sequences per step; None if the log does not give it exactly.
 
     The global_batch_size in a step's line counted sequences until March 2025, and has counted
-    tokens since. Rate × time shows which of the two was logged.
+    tokens since. The logged rate times the step time shows which of the two was logged.
     """
     exact = last_number(r"\bmbs: \d+ .*global_batch_size: (\d+) \|", lines)
     if exact:

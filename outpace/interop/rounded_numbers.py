@@ -64,12 +64,12 @@ def _half_last_digit(value: float, digits: int) -> float:
     return 0.5 * 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 0.0
 
 
-def batch_of_epochs(mean: Range, steps: float, multiple_of: int = 1) -> tuple[int | None, bool]:
-    """Return the batch size from the mean number of samples per step, and whether it is certain.
+def infer_batch_size(mean: Range, steps: float, multiple_of: int = 1) -> tuple[int | None, bool]:
+    """Return the batch size that fits a mean number of samples per step, and whether it is certain.
 
     `steps` is the number of steps per epoch. The last step of an epoch may have fewer samples, so
-    the mean may be below the batch size, which is a multiple of `multiple_of`. Returns None if the
-    mean is not such a multiple and several batch sizes are possible.
+    the mean may be below the batch size. The batch size is a multiple of `multiple_of`. Returns
+    None if the mean is not such a multiple, and more than one batch size is possible.
     """
     exact = mean.only_whole_number(multiple_of)
     if steps < 2:

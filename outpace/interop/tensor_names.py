@@ -74,7 +74,7 @@ def tensor_naming(model_type: str) -> Naming | None:
 
 
 def group(names: Iterable[str], naming: Naming | None) -> dict[str, list[str]]:
-    """Map stored names to outpace's names, several of which may be stored as one tensor.
+    """Group outpace's tensor names by the name of the stored tensor that contains them.
 
     For example, GPT-2 stores q, k and v in one tensor. Names keep their order.
     """

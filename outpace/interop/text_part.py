@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 
 class TextPart(nn.Module):
-    """The language model within a multimodal model `whole`, with the head over its vocabulary.
+    """The language model of a multimodal model `whole`, with its output head.
 
-    Raises AttributeError if `whole` does not expose them.
+    Raises AttributeError if `whole` does not expose a language model.
     """
 
     def __init__(self, whole: Any, config: Any) -> None:
@@ -27,7 +27,7 @@ class TextPart(nn.Module):
         return self.model.get_input_embeddings()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the logits (B, S, V) of tokens (B, S), or the last hidden states if headless."""
+        """Return the logits (B, S, V) of tokens (B, S); without a head, the last hidden states."""
         hidden_BSD: Tensor = self.model(input_ids=input_ids)[0]
         if self.lm_head is None:
             return hidden_BSD

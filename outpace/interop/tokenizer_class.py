@@ -125,9 +125,10 @@ def _read_bytes_or_empty(path: Path) -> bytes:
 def _run_cached(
     cache_dir: Path, tokenizer: Tokenizer, key: list[bytes], work: "partial[dict[str, Any] | None]"
 ) -> dict[str, Any] | None:
-    """Run `work` in isolation, or return its cached result, since it takes seconds.
+    """Run `work` in a separate process, or return its cached result, because it takes seconds.
 
-    The cache distinguishes tokenizers, installed versions and `key`. Returns None if `work` fails.
+    Cached results are distinguished by the tokenizer, the installed versions and `key`. Returns
+    None if `work` fails.
     """
     digest = blake2b(digest_size=16)
     versions = (version(name).encode() for name in ("transformers", "tokenizers"))
@@ -160,10 +161,10 @@ def _find_export_difference(
 def _find_difference(
     folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]
 ) -> dict[str, Any] | None:
-    """Return the first text for which transformers gives different ids, or None.
+    """Return the first of the `probes` for which transformers gives different token IDs, or None.
 
     Raises BadInputError if transformers cannot load the tokenizer, or if it fails on a text and no
-    other text has different ids.
+    other text has different token IDs.
     """
     from transformers import AutoTokenizer
 

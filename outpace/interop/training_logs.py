@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from outpace.interop.log_lines import is_possible, trains_adapters
+from outpace.interop.log_lines import is_plausible, trains_adapters
 from outpace.interop.pretraining_logs import (
     read_deepspeed,
     read_megatron,
@@ -77,10 +77,10 @@ _STEP = re.compile(
 
 
 def _split_restarts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
-    """Split a log into the starts of the job that logged steps; return each one's lines and notes.
+    """Split a log where the job restarted; return lines and notes of each part that logged steps.
 
-    A restarted job often appends to the same file, possibly with another layout. The last start
-    that has steps after the warm-up comes first; the others follow by number of steps.
+    A restarted job often appends to the same file, possibly with another layout. The last part that
+    has steps after the warm-up comes first; the others follow by number of steps.
     """
     begins, counts, setting = [0], [0], None
     for place, line in enumerate(lines):
@@ -142,9 +142,9 @@ def _read_outpace_run(path: Path) -> LoggedRun:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # the last line of a killed run
-        if isinstance(row, dict) and is_possible(row.get("step_time_s")):
+        if isinstance(row, dict) and is_plausible(row.get("step_time_s")):
             step = row.get("step")
-            if not is_possible(step) or step > begin:
+            if not is_plausible(step) or step > begin:
                 rows.append(row)
     steady = [row for row in rows if not record.is_warm_up(int(row.get("step") or 0))]
     if len(steady) <= WARMUP_STEPS:
@@ -153,7 +153,7 @@ def _read_outpace_run(path: Path) -> LoggedRun:
         since = f" since it was resumed after step {begin:,}" if begin else ""
         raise BadInputError(f"{path}: the run has no steps yet{since}.")
     told = [row.get("peak_memory_bytes") for row in rows]
-    memory = [int(value) for value in told if is_possible(value)]
+    memory = [int(value) for value in told if is_plausible(value)]
     settings = record.settings
     return LoggedRun(
         trainer="outpace", log=path.resolve().name, steps=len(steady),

@@ -20,12 +20,12 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on the meta device.
+    """A transformers model on the meta device, without weights.
 
     `positions` is the longest sequence, or None for any length. `decodes` is True for an
-    encoder-decoder model. `features` is the name of an encoder input other than tokens, with its
-    shape for one sample, or None. `family` is the model_type, and `notes` describe how outpace
-    interpreted the config.
+    encoder-decoder model. `features` is the name of an encoder input that is not tokens (such as
+    audio), with its shape for one sample, or None. `family` is the model_type, and `notes` describe
+    how outpace interpreted the config.
     """
 
     module: Any
@@ -37,7 +37,7 @@ class BuiltModel:
 
 
 def config_value(config: Any, name: str) -> Any:
-    """Return a value of a config; None if it is missing or differs between layers."""
+    """Return a config's value; None if it is missing or has no single value for all layers."""
     with suppress(Exception):  # transformers raises it if layers have different values
         return getattr(config, name)
     return None
@@ -151,10 +151,10 @@ Maker = Callable[[Any], Any]
 
 
 def _choose_builder(config: Any, text: Any) -> tuple[Maker, bool, str]:
-    """Return how to build the model: a function of the dtype, `decodes`, and a remark.
+    """Return a function that builds the model in a dtype, with two facts about the model.
 
-    `decodes` is True for an encoder-decoder model. The remark, which may be empty, continues the
-    note on how the model was built.
+    The first is True for an encoder-decoder model. The second is a phrase to append to the note on
+    how the model was built, or "".
     """
     import transformers
 
@@ -192,7 +192,10 @@ def _find_text_config(config: Any, where: str) -> Any:
 def _restore_tied_head(
     config: Any, text: Any, values: Mapping[str, Any], where: str
 ) -> Iterator[str]:
-    """Restore the file's tie_word_embeddings; yield a note if the file has none."""
+    """Apply the file's tie_word_embeddings to the config.
+
+    Yields a note if the file lacks it and the defaults of config and text part disagree.
+    """
     tied, inner = values.get("tie_word_embeddings"), values.get("text_config")
     if isinstance(tied, bool):
         config.tie_word_embeddings = text.tie_word_embeddings = tied
@@ -232,7 +235,7 @@ def _check_layer_counts(config: Any, where: str) -> None:
 
 
 def _find_head_class(config: Any) -> tuple[bool, Any] | None:
-    """Return whether the model is an encoder-decoder, and its auto class with a head.
+    """Return whether a model is an encoder-decoder, and transformers' class for it with a head.
 
     Returns None if transformers has no class with a head for it.
     """

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.interop.log_lines import NUMBER, find_numbers, is_possible, last_number, parse_number
-from outpace.interop.rounded_numbers import Range, batch_of_epochs, rate_range, runtime_range
+from outpace.interop.log_lines import NUMBER, find_numbers, is_plausible, last_number, parse_number
+from outpace.interop.rounded_numbers import Range, infer_batch_size, rate_range, runtime_range
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError, shorten
 from outpace.records.training_log import LoggedRun
@@ -113,7 +113,10 @@ def _parse_table_value(text: str) -> float:
 
 
 def _find_result_lines(lines: Sequence[str]) -> list[int]:
-    """Return the indices of lines with results, once per run, since logs may repeat them."""
+    """Return the indices of lines with the results of a run, one line per run.
+
+    A log may repeat the same results.
+    """
     found: dict[tuple[float | None, ...], int] = {}
     names = ("train_runtime", "train_steps_per_second", "train_samples_per_second", "train_loss")
     for place, line in enumerate(lines):
@@ -144,7 +147,10 @@ def _read_banner(lines: Sequence[str]) -> dict[str, Any]:
 def _find_step_count(
     lines: Sequence[str], banner: Mapping[str, Any], runtime_s: float, rate: Range
 ) -> int | None:
-    """Return the logged number of steps that matches the rounded rate; None unless it is unique."""
+    """Return the logged number of steps that agrees with the runtime and the rounded rate.
+
+    Returns None if none agrees, or more than one.
+    """
     named = {banner.get("total_steps")}
     counters = re.compile(r"\b(\d{1,9})/(\d{1,9})\b(?=['\" ]|$)|\bglobal_step=(\d{1,9})\b")
     for line in lines:
@@ -212,7 +218,7 @@ def _batch_from_mean(
 
     `steps` is the number of steps per epoch.
     """
-    batch, certain = batch_of_epochs(mean, steps, multiple_of)
+    batch, certain = infer_batch_size(mean, steps, multiple_of)
     if batch is None or certain:
         return batch, ()
     return batch, (
@@ -239,7 +245,7 @@ def read_trainer_state(path: Path) -> LoggedRun:
     last = rows[ends[-1]]
     runtime = _read_seconds(last, "train_runtime", path)
     steps = values.get("global_step")
-    if not isinstance(steps, int) or not is_possible(steps):
+    if not isinstance(steps, int) or not is_plausible(steps):
         raise BadInputError(
             f"{path}: global_step is {_format_json(steps)}; it must be a number of steps, 1 "
             "or more."
@@ -272,13 +278,13 @@ def _read_state_batch(
     values: Mapping[str, object], last: Mapping[str, object], runtime_s: float, steps: float
 ) -> tuple[int | None, tuple[str, ...]]:
     samples, epochs = last.get("train_samples_per_second"), last.get("epoch")
-    if not is_possible(samples):
+    if not is_plausible(samples):
         return None, ()
     total = rate_range(samples).multiply(runtime_range(runtime_s))
     mean = total.divide(Range(steps, steps))
     each = values.get("train_batch_size")  # of one process, in one pass
     multiple = each if isinstance(each, int) and each > 0 else 1
-    passes = epochs if is_possible(epochs) and epochs > 1 else 1.0
+    passes = epochs if is_plausible(epochs) and epochs > 1 else 1.0
     return _batch_from_mean(mean, steps / passes, multiple)
 
 
@@ -290,13 +296,13 @@ def read_trainer_rate(folder: Path) -> float | None:
         return None
     rows = [row for row in history if isinstance(row, dict)] if isinstance(history, list) else []
     return max(
-        (rate for row in rows if is_possible(rate := row.get("learning_rate"))), default=None
+        (rate for row in rows if is_plausible(rate := row.get("learning_rate"))), default=None
     )
 
 
 def _read_seconds(row: Mapping[str, object], name: str, path: Path) -> float:
     value = row[name]
-    if is_possible(value):
+    if is_plausible(value):
         return value
     raise BadInputError(
         f"{path}: {name} in log_history is {_format_json(value)}; it must be a number of seconds "

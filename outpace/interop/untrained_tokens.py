@@ -23,7 +23,7 @@ _CHUNK = 1 << 20  # tokens that are read at a time
 def untrained_token_hints(
     directory: Path, tokenizer: Tokenizer, parts: Sequence[RaggedSamples]
 ) -> list[str]:
-    """Return a hint about tokens in the samples that the base model was never trained on."""
+    """Return a hint about tokens in the samples on which the base model was never trained."""
     added = {number: token.content for number, token in _added_tokens(tokenizer).items()}
     found = find_untrained(directory, _find_used_tokens(parts, added.keys()), added.keys())
     if not found:

@@ -78,7 +78,7 @@ def _may_be_data(path: Path, in_subfolder: bool) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold the weights. Raises BadInputError if some are missing."""
+    """Return the files that hold a model's weights. Raises BadInputError if some are missing."""
     for single, index in ((SINGLE, INDEX), (BIN_SINGLE, BIN_INDEX)):
         if (directory / single).is_file():
             _require_one_model(directory / single, directory / index)
@@ -112,10 +112,10 @@ def fingerprint(directory: Path) -> str:
 
 
 def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
-    """Return a fingerprint of weight files: names, sizes, and samples of their contents.
+    """Return a hash of weight files' names, sizes and samples of their contents.
 
-    The samples are taken from the beginning, which lists the tensors, and from the middle and the
-    end, which change when the weights are trained further.
+    Samples are taken from the beginning, which lists the tensors, and from the middle and the end,
+    which change when the weights are trained further. Each has `sample_bytes`.
     """
     digest = xxhash.xxh3_128()
     for path in files:

@@ -119,7 +119,10 @@ def _index_by_current_name(
 def _remove_tied_head(
     found: dict[str, StoredTensor], spec: ModelSpec, naming: Naming | None, directory: Path
 ) -> None:
-    """Remove the stored copy of a tied head. Raises BadInputError if head and embedding differ."""
+    """Remove the stored copy of a tied head, which repeats the embedding.
+
+    Raises BadInputError if the two differ.
+    """
     if naming is None:
         return
     bias = naming.tied_head.replace("weight", "bias")

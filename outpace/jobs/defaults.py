@@ -78,7 +78,7 @@ def _select_cuda_device(ranks: Ranks) -> torch.device:
 def with_axes_that_fit(
     settings: TrainSettings, ranks: Ranks, origins: Mapping[str, str], say: Callable[[str], None]
 ) -> TrainSettings:
-    """Drop the layout from a resumed run's settings if it does not fit the number of ranks.
+    """Return the settings of a resumed run, without its old layout if that does not fit the ranks.
 
     A checkpoint can be loaded into any layout. Settings that the user passes now are kept.
     """
@@ -216,7 +216,10 @@ def keeps_masters(settings: TrainSettings) -> bool:
 
 
 def resolve_offload(settings: TrainSettings) -> dict[str, str]:
-    """Return where parameters and optimizer state are kept; `offload` sets both."""
+    """Return where parameters and optimizer state are offloaded to, by the name of the setting.
+
+    `offload` is the default of both.
+    """
     both = settings.offload or "none"
     return {
         name: getattr(settings, name) or both
@@ -225,10 +228,11 @@ def resolve_offload(settings: TrainSettings) -> dict[str, str]:
 
 
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
-    """Return the plan with PowerSGD's first step: as requested, or as torch recommends.
+    """Return the plan with the first step at which PowerSGD compresses gradients.
 
-    torch recommends starting after a tenth of the run, but not before the peak of the learning
-    rate. Raises BadInputError if nothing would be compressed.
+    This is the step in the settings, or the one that torch recommends: after a tenth of the run,
+    but not before the peak of the learning rate. Other plans are returned unchanged. Raises
+    BadInputError if the run ends before this step.
     """
     if plan.compress_gradients != "powersgd" or plan.world_size == 1:
         return plan
@@ -341,7 +345,7 @@ def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | Non
 
 
 def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
-    """Return the dense FLOP/s of all devices together in the plan's dtype; None if unknown."""
+    """Return the peak dense FLOP/s of all devices together in the plan's dtype; None if unknown."""
     known = find_in_catalog(machine, device)
     if known is None:
         return None

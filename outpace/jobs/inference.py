@@ -101,9 +101,9 @@ class Writer:
         return self._tokenizer.decode(ids, cut=self._hit_token_limit(ids))
 
     def questions(self, path: Path) -> list[Conversation]:
-        """Read conversations in any format that `outpace train` accepts; drop final answers.
+        """Read conversations in any format that `outpace train` accepts; leave out final answers.
 
-        Raises BadInputError if there are none.
+        The model is to generate these answers. Raises BadInputError if there is no conversation.
         """
         found = []
         for row, _ in read_rows(path):
@@ -273,9 +273,10 @@ def _report_kept_state(
     mixed: MixedPrecision,
     on_hint: Callable[[str], None],
 ) -> Iterator[list[Batch]]:
-    """Yield all of `steps`, after a hint about state that a custom model keeps between batches.
+    """Warn if a custom model keeps state between batches, and return `steps` unchanged.
 
-    The first batch is run to see whether the loss depends on such state.
+    The first batch is run to see whether the loss depends on such state. `on_hint` gets the
+    warning.
     """
     first = next(steps)
     state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
@@ -320,8 +321,8 @@ def _load_task(
 ]:
     """Build the model and the evaluation data of a task other than pretraining.
 
-    The data set contains each sample once. The third value is the number of tokens to which samples
-    are truncated.
+    Returns the model with its loss, the data set, which contains each sample once, and the number
+    of tokens to which samples are truncated.
     """
     # The model's own folder includes its adapters.
     update: dict[str, Any] = {"model": str(run), "init": None, "tokenizer": None, "lora_rank": None}

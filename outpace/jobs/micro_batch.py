@@ -46,7 +46,7 @@ def _samples_per_dp_rank(settings: TrainSettings, sizes: Mapping[str, int]) -> i
 
 
 def _suggest_fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
-    """Return ", or --nproc N" with an N that divides the global batch; "" if there is none."""
+    """Return ", or --nproc N" with fewer processes that divide the global batch, or ""."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.dp_replicate is not None or settings.dp_shard is not None:
         return ""

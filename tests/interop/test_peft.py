@@ -13,7 +13,7 @@ from outpace.data.padded_batches import RaggedSamples, concatenate_samples
 from outpace.data.tokenizer_training import train_tokenizer
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model
-from outpace.interop.peft import adapter_notes, endings, merge_into, write_adapter
+from outpace.interop.peft import adapter_notes, merge_into, shortest_suffixes, write_adapter
 from outpace.interop.untrained_tokens import find_untrained, untrained_token_hints
 from outpace.nn.lora import adapters, add_adapters
 from outpace.nn.transformer import Transformer
@@ -165,9 +165,9 @@ def test_the_files_are_small_and_named_as_peft_does(adapted):
 
 def test_names_end_where_no_other_does():
     known = ["a.0.x.dense", "a.0.dense", "a.1.x.dense", "a.1.dense", "a.0.q"]
-    assert endings(["a.0.q"], known) == ["q"]
-    assert endings(["a.0.x.dense", "a.1.x.dense"], known) == ["x.dense"]
-    assert endings(["a.0.dense", "a.1.dense"], known) == ["0.dense", "1.dense"]
+    assert shortest_suffixes(["a.0.q"], known) == ["q"]
+    assert shortest_suffixes(["a.0.x.dense", "a.1.x.dense"], known) == ["x.dense"]
+    assert shortest_suffixes(["a.0.dense", "a.1.dense"], known) == ["0.dense", "1.dense"]
 
 
 def change_tensors(adapter, change):

@@ -91,10 +91,10 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 
 
 def read_custom_model(directory: Path) -> Callable[[], CustomModel]:
-    """Return a function that builds a module that `write_custom_model` wrote and loads its weights.
+    """Return a function that builds a saved module and loads its weights.
 
-    Raises BadInputError if model.json cannot be read, or if the user has not yet named the code to
-    run.
+    `write_custom_model` saves such modules. Raises BadInputError if model.json cannot be read, or
+    if the user has not yet named on this machine the code that builds the module.
     """
     path = directory / CUSTOM_MODEL_FILE
     try:

@@ -39,7 +39,7 @@ def stated_vocab(module: nn.Module) -> int | None:
 
 
 def read_vocab(module: nn.Module) -> int | None:
-    """Return the vocabulary size that a module states, or else its largest embedding's rows."""
+    """Return the vocabulary size that a module states, or else that of its largest embedding."""
     stated = stated_vocab(module)
     if stated is not None:
         return stated

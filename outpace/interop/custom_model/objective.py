@@ -24,7 +24,7 @@ _NOT_CAST = re.compile(
 
 
 class NoGradientError(BadInputError):
-    """Raised for a loss without a gradient. `totals` holds the sum of losses and the count."""
+    """Raised if a loss has no gradient. `totals` are the sum and the number of losses."""
 
     def __init__(self, totals: tuple[Tensor, Tensor]) -> None:
         super().__init__(
@@ -147,7 +147,7 @@ class CustomObjective(nn.Module):
         return coefficient * _require_scalar(extra, "aux_loss")
 
     def _count_targets(self, batch: Any) -> Tensor | int:
-        """Return the number of targets over which the module averages its loss."""
+        """Return how many targets the module's mean loss covers."""
         if not isinstance(batch, Mapping):
             return _count_samples(batch)
         counted = batch.get("targets")
@@ -220,10 +220,10 @@ def _count_loss_targets(batch: Any) -> Tensor | int:
 
 
 def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
-    """Return the number of labels that a model predicts.
+    """Return how many labels a model predicts, among those that do not mark ignored positions.
 
-    If the labels equal the batch's tokens, the model shifts them and does not predict the first
-    one.
+    If the labels equal the batch's tokens, the model shifts them by one, so it does not predict the
+    first label.
     """
     there = labels != IGNORED
     for name in ("input_ids", "tokens"):
@@ -310,7 +310,7 @@ def _require_scalar(value: Any, what: str) -> Tensor:
 
 
 def _sum_and_count(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
-    """Return the sum in fp32 and its count, which weighted losses may make fractional."""
+    """Return the sum of losses in fp32, and their count, which weights can make fractional."""
     if not isinstance(count, Tensor | int | float) or (
         isinstance(count, Tensor) and count.numel() != 1
     ):

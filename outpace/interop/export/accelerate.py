@@ -14,7 +14,11 @@ Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML, with FSDP2 or DDP; with Megatron-LM for pp, or DeepSpeed for offloading."""
+    """Export a plan to Accelerate, as the YAML of `accelerate launch`.
+
+    The YAML selects FSDP2 or DDP, Megatron-LM for a plan with a pipeline, or DeepSpeed for a plan
+    that offloads.
+    """
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     kind = _choose_distributed_type(request)
@@ -143,7 +147,11 @@ def _fsdp_config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
-    """Return the sizes for ParallelismConfig; replicas combined with tp or cp become shards."""
+    """Return the sizes of Accelerate's ParallelismConfig, by name.
+
+    Accelerate does not combine whole replicas with tp or cp: their ranks become shards, which a
+    note explains.
+    """
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:

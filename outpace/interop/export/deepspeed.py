@@ -17,7 +17,10 @@ _OPTIMIZERS: dict[OptimizerName, str] = {"sgd": "SGD", "adafactor": "Adafactor",
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the JSON. Pipelines are built in the user's script, so they become notes."""
+    """Export a plan to DeepSpeed, as its JSON configuration.
+
+    DeepSpeed's pipelines are built in the user's script, so the export only has notes on them.
+    """
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     config: dict[str, Any] = {
@@ -96,7 +99,11 @@ def _expressed_fields(plan: Plan) -> list[str]:
 
 
 def stage_for(request: ExportRequest, notes: list[str]) -> int:
-    """Return the plan's ZeRO stage, raised if offloading needs it, or lowered for pipelines."""
+    """Return the ZeRO stage to export, which may differ from the plan's.
+
+    Offloading and 16-bit weights may need a higher stage, and pipelines a lower one, which `notes`
+    explain.
+    """
     plan = request.plan
     stage: int = request.stage
     least = 0
@@ -117,7 +124,11 @@ def stage_for(request: ExportRequest, notes: list[str]) -> int:
 
 
 def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
-    """Return the zero_optimization section: stage, offloading, and hpZ for replicated shards."""
+    """Return the zero_optimization section of DeepSpeed's JSON.
+
+    It has the ZeRO stage and offloading. With ZeRO-3 and replicas of sharded groups, it also has
+    hpZ, by which ranks gather parameters only within their group.
+    """
     plan = request.plan
     stage = stage_for(request, notes)
     values: dict[str, Any] = {"stage": stage, **_default_zero_options(stage)}

@@ -28,7 +28,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 
 @dataclass(frozen=True)
 class _WrittenAxes:
-    """Sizes of a plan's axes without its pipeline, with the batch that matches them."""
+    """Sizes of the axes to export and their batch, after ranks of the pipeline became shards."""
 
     sizes: dict[str, int]
     micro_batch: int
@@ -43,12 +43,15 @@ class _WrittenAxes:
 
     @property
     def shards(self) -> bool:
-        """Return whether FSDP is needed; the Trainer handles replicas without it."""
+        """Whether parameters are sharded, which needs FSDP."""
         return self.sizes["dp_shard_size"] * self.sizes["cp_size"] > 1
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the JSON; the command's environment has the values of ParallelismConfig."""
+    """Export a plan to transformers' Trainer, as the JSON of its TrainingArguments.
+
+    Sizes of tp, cp and sharded replicas are environment variables in the command.
+    """
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     written = _axes_without_pipeline(request, notes)
@@ -93,7 +96,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _axes_without_pipeline(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
-    """Return the plan's axes for FSDP, without pp, whose ranks become shards."""
+    """Return the plan's axes for FSDP, in which the ranks of a pipeline become shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, notes)
     if plan.pp == 1:
@@ -112,7 +115,7 @@ def _axes_without_pipeline(request: ExportRequest, notes: list[str]) -> _Written
 def _environment_prefix(written: _WrittenAxes, stage: int) -> str:
     """Return the environment variables that set Accelerate's axes, to put before the command.
 
-    Returns "" if plain FSDP or DDP is enough: without tp, cp, and replicas of shards.
+    Returns "" if plain FSDP or DDP is enough, as for plans without tp, cp and sharded replicas.
     """
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
@@ -149,9 +152,10 @@ def _precision_arguments(plan: Plan, notes: list[str]) -> dict[str, bool]:
 def _checkpointing_arguments(
     request: ExportRequest, written: _WrittenAxes, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the settings for the model's own activation checkpointing.
+    """Return the Trainer's arguments for activation checkpointing.
 
-    Returns {} if no block is recomputed, or if FSDP's setting, which covers all blocks, is enough.
+    Returns {} if no block is recomputed. It also does so if FSDP's own setting, which recomputes
+    all blocks, is used instead.
     """
     done = request.recomputed_blocks
     if done.count == 0:

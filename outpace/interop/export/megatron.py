@@ -32,7 +32,10 @@ Argument = tuple[str, ...]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the script, which supports all axes, 1F1B (also interleaved) and ZeRO-1 to 3."""
+    """Export a plan to Megatron-LM, as a shell script with its arguments.
+
+    The script supports all axes, 1F1B pipelines (also interleaved) and ZeRO-1 to 3.
+    """
     plan, spec = request.plan, request.spec
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.sequential_stages(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
@@ -148,7 +151,10 @@ def _parallelism_arguments(request: ExportRequest, notes: list[str]) -> list[Arg
 
 
 def _stage_arguments(request: ExportRequest, notes: list[str]) -> list[Argument]:
-    """Return the arguments that assign layers to stages: a number for equal stages, or a layout."""
+    """Return the arguments that assign layers to pipeline stages.
+
+    Equal stages need at most their number of layers, and unequal ones a layout of all stages.
+    """
     plan = request.plan
     if plan.pp == 1:
         return []

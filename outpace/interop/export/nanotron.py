@@ -17,7 +17,10 @@ _CHECKPOINT_STEPS = 1000
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML, with data, tensor, pipeline, context and expert parallelism, and ZeRO-1."""
+    """Export a plan to nanotron, as its YAML.
+
+    The YAML supports data, tensor, pipeline, context and expert parallelism, and ZeRO-1.
+    """
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.sequential_stages(request, _TOOL, "a pipeline of all micro-batches")

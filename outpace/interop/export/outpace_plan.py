@@ -17,7 +17,7 @@ _FOLDER = "path/to/hf-model"
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the plan as JSON, with an `outpace train` command that has the same settings."""
+    """Export a plan as outpace's own JSON, with the `outpace train` command that applies it."""
     plan = request.plan
     notes: list[str] = []
     model = request.reference or _find_preset(request.model)

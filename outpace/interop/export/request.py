@@ -24,28 +24,30 @@ HOST = 8
 
 
 class Note(str):
-    """A note that does not change the plan, such as one on settings that plans do not contain."""
+    """A remark on an export that does not mean that it differs from the plan.
+
+    It may name settings that plans do not contain.
+    """
 
     __slots__ = ()
 
 
 class ScriptEdit(Note):
-    """A note on an edit that the user's script needs for the planned time and memory."""
+    """A remark on an edit to the user's script that is needed for the plan's time and memory."""
 
     __slots__ = ()
 
 
 class Replacement(str):
-    """A sentence on what replaces a part of the plan.
+    """A sentence that says what an export has instead of a part of the plan.
 
-    `fields` holds the replaced fields of the plan with their exported values. Fields that the
-    configuration omits get the trainer's defaults.
+    `fields` holds the plan's fields that are replaced, with their exported values. Fields that the
+    configuration omits have the trainer's defaults.
     """
 
     fields: Mapping[str, Any]
 
     def __new__(cls, sentence: str, **fields: Any) -> Self:
-        """Create the sentence, with the plan's fields as exported."""
         found = super().__new__(cls, sentence)
         found.fields = fields
         return found
@@ -53,13 +55,13 @@ class Replacement(str):
 
 @dataclass(frozen=True)
 class ExportedPlan:
-    """A plan as the configuration of another trainer.
+    """A plan, exported as the configuration of another trainer.
 
     `text` is the content of the file `file_name`, and `command` starts training with it. `notes`
     are sentences on parts of the plan that the configuration cannot express; formats with comments
-    also contain them in `text`. Sentences that are not a Note change the plan (`differences`).
-    `compose` writes the text when it is first needed, because a search reads only the notes of many
-    plans.
+    also contain them in `text`. Notes that are not of the class Note mean that the export differs
+    from the plan (`differences`). `compose` writes the text when it is first needed, because a
+    search reads only the notes of many plans.
     """
 
     compose: Callable[[], str]
@@ -69,12 +71,12 @@ class ExportedPlan:
 
     @cached_property
     def text(self) -> str:
-        """Content of the file."""
+        """Content of the configuration file."""
         return self.compose()
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Sentences on missing or replaced parts of the plan that change memory or time."""
+        """Sentences on how the export differs from the plan in ways that change memory or time."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     @property
@@ -83,9 +85,10 @@ class ExportedPlan:
         return tuple(sentence for sentence in self.notes if isinstance(sentence, ScriptEdit))
 
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
-        """Return the plan that `text` describes, and whether all of it is known.
+        """Return the plan that the configuration describes, and whether it describes everything.
 
-        The plan is None if the known values are not a valid plan.
+        The second value is False if the export differs in ways that no field of a plan can express.
+        The plan is None if the exported values are not a valid plan.
         """
         values = plan.model_dump()
         for sentence in self.differences:
@@ -111,10 +114,10 @@ class ExportedPlan:
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """The blocks that recompute activations, as far as a single mode can express them.
+    """The blocks that recompute activations, in a form that trainers with one mode can express.
 
-    `count` blocks recompute, and `mode` is the mode of most of them (of all if `alike`). `every` is
-    K if they are every K-th block, starting with the first, and None otherwise.
+    `count` blocks recompute. `mode` is the mode of most of them, and of all if `alike` is set.
+    `every` is K if they are every K-th block, starting with the first, and None otherwise.
     """
 
     mode: Checkpointing
@@ -219,16 +222,17 @@ class ExportRequest:
 
 
 def hosts(ranks: int) -> tuple[int, int]:
-    """Return the number of hosts and the ranks on each, at most HOST."""
+    """Return the number of hosts and of ranks on each, which is at most `HOST`."""
     each = next(size for size in range(min(HOST, ranks), 0, -1) if ranks % size == 0)
     return ranks // each, each
 
 
 def fold_pipeline(request: ExportRequest, over: int) -> tuple[int, int, int]:
-    """Convert a pipeline over `over` ranks to data parallelism with the same global batch.
+    """Replace a pipeline over `over` ranks with data parallelism, and keep the global batch.
 
-    Returns the number of ranks (the largest that divides the batch), the micro-batch and the
-    accumulation steps. Raises BadInputError if the global batch does not match the plan.
+    Returns the number of ranks, which is the largest that divides the batch, the micro-batch and
+    the number of gradient accumulation steps. Raises BadInputError if the global batch does not
+    match the plan.
     """
     plan = request.plan
     share = plan.micro_batch * request.passes

@@ -66,7 +66,7 @@ _SET_ME = Placeholder(unsupported.SET_ME)
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the TOML, which supports all axes and schedules."""
+    """Export a plan to torchtitan, as its TOML, which supports all axes and pipeline schedules."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     if plan.strategy == "mp":

@@ -35,7 +35,7 @@ def clip(plan: Plan) -> float:
 
 
 def replicas(request: ExportRequest, tool: str) -> list[str]:
-    """Explain what replaces a strategy that only outpace has."""
+    """Explain which strategy the export has instead of one that only outpace has."""
     plan = request.plan
     what = _AS_REPLICAS.get(plan.strategy)
     if what is None:
@@ -55,7 +55,10 @@ def replicas(request: ExportRequest, tool: str) -> list[str]:
 
 
 def sequential_stages(request: ExportRequest, tool: str, instead: str) -> list[str]:
-    """Explain what replaces strategy mp in a tool whose pipelines overlap micro-batches."""
+    """Explain what replaces strategy mp, in which pipeline stages take turns.
+
+    The tool's own pipelines overlap micro-batches.
+    """
     if request.plan.strategy != "mp":
         return []
     return [
@@ -79,7 +82,7 @@ def pipelined_accumulation(request: ExportRequest, tool: str) -> list[str]:
 
 
 def schedule(request: ExportRequest, tool: str, written: str) -> str:
-    """Explain that the configuration's schedule differs from the plan's."""
+    """Explain that the export has a different pipeline schedule than the plan."""
     plan = request.plan
     several = plan.stages_per_rank
     of = f" of {several} stages per rank" if several > 1 else ""
@@ -87,7 +90,7 @@ def schedule(request: ExportRequest, tool: str, written: str) -> str:
 
 
 def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str:
-    """Explain that the configuration shards like ZeRO stage `stage`, unlike the plan."""
+    """Explain that the export shards as ZeRO stage `stage` does, unlike the plan."""
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
@@ -102,9 +105,10 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
 def checkpointing(
     request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
-    """Explain that the configuration recomputes different blocks or in a different mode.
+    """Explain that the export recomputes different blocks than the plan, or in a different mode.
 
-    It uses `mode` in every `every`-th block; None stands for a mode that plans do not have.
+    The export recomputes every `every`-th block in `mode`; None stands for a mode that plans do not
+    have.
     """
     done = request.recomputed_blocks
     kind = "" if done.alike else " and others"
@@ -123,7 +127,7 @@ def precision(plan: Plan, tool: str, written: str, name: Precision) -> str:
 
 
 def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
-    """Explain that the tool's FSDP gathers and reduces in the same dtype, unlike outpace's."""
+    """Explain that the tool reduces gradients in 16 bits, whereas outpace reduces them in fp32."""
     if plan.precision not in SHARD_DTYPES:
         return []
     dtypes = SHARD_DTYPES[plan.precision]
@@ -148,7 +152,7 @@ def weights_in_16_bits(plan: Plan) -> list[str]:
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
-    """Explain that the configuration uses fused AdamW instead of the plan's optimizer."""
+    """Explain that the export has fused AdamW instead of the plan's optimizer."""
     return Replacement(
         _format_replacement(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused"
     )
@@ -174,7 +178,7 @@ def experts(request: ExportRequest) -> list[str]:
 
 
 def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None) -> list[str]:
-    """Return notes on settings that plans do not contain, and on the assumed hosts."""
+    """Return notes on settings that plans do not contain, and on the command's number of hosts."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
     sentences: list[str] = [
         Note(
@@ -264,7 +268,10 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
 
 
 def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list[str]:
-    """Return a sentence for each non-default option that is not in `expressed`."""
+    """Return a sentence for each non-default option that the configuration does not express.
+
+    `expressed` names the fields of the plan that it does express.
+    """
     found = {name: say(plan) for name, say in _SENTENCES.items() if name not in expressed}
     return [
         Replacement(
@@ -283,7 +290,7 @@ def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Return whether the schedule computes weight gradients separately and later."""
+    """Return whether the pipeline schedule delays the gradients of weights (zero bubble)."""
     found = SCHEDULES.get(plan.schedule)
     return found is not None and found.splits_backward
 

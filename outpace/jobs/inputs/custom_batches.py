@@ -48,9 +48,9 @@ def _require_vocab_size(module: Any) -> int:
 def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], Any]:
     """Return a function that maps a step, counted from 1, to a small global batch.
 
-    Its number of samples is a multiple of both `ranks` and `multiple`. Samples come from the
-    model's data set; without one, they are random tokens, with targets ignored after a random
-    length.
+    The batch's number of samples is a multiple of both `ranks` and `multiple`. Samples come from
+    the model's data set. Without one, they are random tokens, and the targets after a random length
+    are ignored by the loss.
     """
     import torch
 

@@ -44,7 +44,10 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Inputs of a run. `spec` is None for a custom model; `seq_len` is None for its data set."""
+    """Model, tokenizer and data of a run.
+
+    `spec` is None for a custom model, and `seq_len` for a custom model with its own data set.
+    """
 
     name: str
     opened: OpenedModel | None
@@ -70,7 +73,7 @@ class TrainingInputs:
 
     @property
     def is_transformer(self) -> bool:
-        """Return whether the model is outpace's transformer with its head, not a classifier."""
+        """Whether the model is outpace's transformer with its language-model head."""
         return self.custom_model is None and self.labels is None
 
     @property
@@ -83,7 +86,10 @@ class TrainingInputs:
 
     @property
     def likely_targets(self) -> int:
-        """Estimated targets per sample: the mean of padded data, or the expected masked tokens."""
+        """Estimated number of targets per sample.
+
+        It is the mean of a padded data set, or else the expected number of masked tokens.
+        """
         if isinstance(self.train_data, PaddedDataset):
             return self.train_data.mean_targets
         if self.spec is None or self.seq_len is None:
@@ -101,9 +107,10 @@ def gather(
     device_type: str = "cpu",
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> TrainingInputs:
-    """Open the model and prepare the data. Raises BadInputError if they do not fit together.
+    """Open a run's model, prepare its data, and return both with the tokenizer.
 
-    `origins`: the origin of each setting, for messages.
+    `live` is a custom model that the user passed as an object or function. `origins` has the origin
+    of each setting, for messages. Raises BadInputError if model and data do not fit together.
     """
     opened = None if live is not None else open_model(settings.model, cache_dir)
     custom_model = _make_custom_model(opened, live, settings.seed)

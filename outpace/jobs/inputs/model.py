@@ -53,9 +53,10 @@ def build_objective(
 
 
 def _choose_drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
-    """Return the device and dtype in which to draw random weights.
+    """Return the device and dtype in which to draw a model's random weights.
 
-    The device is the GPU, if there is one, except for weights that will be quantized to 4 bits.
+    The device is the GPU, if there is one. Weights that will be quantized to 4 bits are drawn on
+    the CPU.
     """
     if device.type != "cuda" or plan.base == "nf4":
         return DrawingPlace()

@@ -72,13 +72,13 @@ class TaskData:
 
 
 def name_adapters(rank: int, origins: Mapping[str, str]) -> str:
-    """Return the setting that requests adapters, as the user wrote it."""
+    """Return how the user requested adapters, such as "--lora-rank 8", for messages."""
     origin = origins.get("lora_rank", "")
     return f"lora_rank {rank} of {origin}" if origin.startswith("plan ") else f"--lora-rank {rank}"
 
 
 def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) -> None:
-    """Raise BadInputError if the plan or the padding does not suit the task."""
+    """Raise BadInputError if the task cannot be trained with this plan or this padding."""
     task = settings.task
     if task == "classify" and plan.strategy in NOT_CLASSIFY:
         raise BadInputError(
@@ -136,9 +136,10 @@ class TaskModel:
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """Rule for padding samples of at most `seq_len` tokens.
+    """Rule for padding samples, which have at most `seq_len` tokens.
 
-    If `fixed`, all are padded to `padded` tokens, otherwise to a multiple of `multiple`.
+    With `fixed`, all samples are padded to `padded` tokens. Otherwise each batch is padded to its
+    longest sample, rounded up to a multiple of `multiple`.
     """
 
     seq_len: int
@@ -166,7 +167,11 @@ class TaskRequest:
         )  # fmt: skip
 
     def dataset(self, samples: RaggedSamples, once_in: int | None, **more: bool) -> PaddedDataset:
-        """Return the samples as a data set, padded by the request's rule."""
+        """Return the samples as a data set, padded by this request's rule.
+
+        With `once_in`, each sample comes once and in order, in batches of this size. `more` holds
+        further fields of PaddedDataset.
+        """
         rule = self.padding
         return PaddedDataset(
             samples, rule.padded, rule.fixed, once_in=once_in, multiple=rule.multiple,
@@ -421,11 +426,11 @@ def _label_hints(
     kept: bool,
     renamed: bool,
 ) -> list[str]:
-    """Return hints on how labels became classes.
+    """Return hints on how a classifier's labels were mapped to classes.
 
-    `known`: classes of the stored classifier. `kept`: whether training keeps them. `other`: what
-    the stored classifier predicts, if not one class per text. `renamed`: whether labels were
-    replaced by that classifier's class names.
+    `known` has the classes of the stored classifier, and `kept` says whether training keeps its
+    classification layer. `renamed`: whether labels were replaced by its class names. `other`: what
+    the stored classifier predicts, if that is not one class per text.
     """
     hints = []
     if "-1" in labels and known is None:

@@ -145,9 +145,10 @@ class MemoryFit:
         return plan_within(plan, self._spec, budget_bytes, self.predict)
 
     def shortage(self, plan: Plan) -> Shortage | None:
-        """Return a plan's predicted shortage; None if it fits or nothing can be predicted.
+        """Return the predicted shortage of memory for a plan, or None.
 
-        The trace is skipped if a rough estimate shows that there is plenty of memory.
+        It is None if the plan fits or nothing can be predicted. The trace is skipped if a rough
+        upper estimate already shows that the plan fits.
         """
         if self.predict is None or self._spec is None or self._seq_len is None:
             return None
@@ -168,7 +169,10 @@ class MemoryFit:
         )
 
     def is_certain(self, plan: Plan) -> bool:
-        """Return whether a plan certainly does not fit: its tensors alone exceed the limit."""
+        """Return whether a plan certainly does not fit, because its tensors alone exceed the limit.
+
+        Always False on devices other than a CPU.
+        """
         if self.device.type != "cpu" or self.predict is None:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
@@ -176,10 +180,11 @@ class MemoryFit:
     def proposals(
         self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
     ) -> list[Proposal]:
-        """Return the cheapest changes to the plan that are predicted to fit.
+        """Return the cheapest changes with which a plan that did not fit should fit.
 
-        If the prediction for the plan was too low, the limit is lowered by the difference.
-        `resumes`: the run resumes from a checkpoint, so the optimizer may not change.
+        If the plan used more memory than predicted, the changes must leave that much more free.
+        `resumes`: the run resumes from a checkpoint, so the optimizer may not change. The search
+        ends after `search_s` seconds.
         """
         if self.predict is None:
             return []

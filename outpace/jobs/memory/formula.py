@@ -22,7 +22,10 @@ FindOutline = Callable[[str], tuple[str, Outline, ModelSpec | None]]
 
 @dataclass(frozen=True)
 class FormulaQuestion:
-    """A `MemoryQuery` for a model that has an outline but cannot be traced."""
+    """Request for the memory of a model that cannot be traced, only estimated from its outline.
+
+    It can be used like a `MemoryQuery`. The planner's formula gives the estimate.
+    """
 
     outline: Outline
     plan: Plan
@@ -37,7 +40,7 @@ class FormulaQuestion:
         return resolve_seq_len(self.settings, positions)
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Return the formula's memory for the fullest rank, recorded as that of rank `rank`."""
+        """Estimate the memory of the rank that needs the most, and return it as that of `rank`."""
         columns = of_plans([self.plan], self.global_batch, self.outline.layers)
         device: Device = "cpu" if self.accelerator is None else "cuda"
         question = MemoryQuestion(self.outline, self.seq_len, device)
@@ -63,7 +66,7 @@ class FormulaQuestion:
 
 
 def find_untrained(reference: str, find_outline: FindOutline) -> Outline | None:
-    """Return the outline of a model that outpace plans for but cannot train; None for others."""
+    """Return the outline of a model that outpace plans for but cannot train; else None."""
     try:
         _, found, spec = find_outline(reference)
     except BadInputError:

@@ -68,7 +68,7 @@ def predictor(
 def accounts_to_ask(
     settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: JobSite
 ) -> list[TraceRequest]:
-    """Return requests for the ranks whose accounts determine a plan's memory."""
+    """Return requests to trace the ranks that may need the most memory."""
     return [
         TraceRequest(
             spec=spec,
@@ -85,7 +85,7 @@ def accounts_to_ask(
 
 
 def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
-    """Return a rank's account; for a large micro-batch, extrapolate from smaller ones.
+    """Return a rank's traced memory; that of a large micro-batch is extrapolated from smaller ones.
 
     Tracing time grows with the number of chunks of logits. Once there are many chunks, each further
     sample adds the same memory and time.
@@ -143,7 +143,7 @@ def _predict_cost(
 
 
 def _save_bytes(summary: AccountSummary, plan: Plan, device: torch.device) -> int:
-    """Return the memory that saving needs: the state, and a second copy in CPU runs."""
+    """Return the memory that saving a checkpoint needs: the state, and in CPU runs a copy of it."""
     kinds: tuple[Kind, ...] = ("weights", "optimizer state")
     state = sum(summary.by_kind.get(kind, 0) for kind in kinds)
     on_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)

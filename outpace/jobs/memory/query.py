@@ -31,7 +31,10 @@ from outpace.training.precision import default_precision
 
 
 class MemoryQuery(Record):
-    """Training to trace; `ask` describes rank 0, and is adapted for any other rank."""
+    """Request for the memory of ranks in training, found by a trace.
+
+    `ask` describes rank 0; other ranks are traced with the same request under their own number.
+    """
 
     ask: TraceRequest
     global_batch: int
@@ -58,7 +61,7 @@ class MemoryQuery(Record):
 
     @property
     def workload(self) -> Trainable:
-        """The training in the form that the trace runs."""
+        """The training to trace: model, plan, batch and settings."""
         ask = self.ask
         return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
 
@@ -69,7 +72,10 @@ class MemoryQuery(Record):
 
 @dataclass(frozen=True)
 class ModuleQuestion:
-    """A `MemoryQuery` for a custom model, which is built once."""
+    """Request for the memory of ranks that train a custom model.
+
+    It can be used like a `MemoryQuery`. `model` is built once, and `build` builds it again.
+    """
 
     model: CustomModel
     plan: Plan
@@ -93,7 +99,7 @@ class ModuleQuestion:
 
     @property
     def workload(self) -> Trainable:
-        """The training as real steps run it; the module is built again."""
+        """The training to trace, for which the module is built again, as in a real run."""
         from outpace.trace.custom_module import ModuleWorkload
 
         return ModuleWorkload(
@@ -270,16 +276,20 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
 
 
 def account(asked: AnyQuery, rank: int | None = None) -> MemoryAccount:
-    """Trace the memory of `rank`, or of the rank that needs the most.
+    """Return the memory of `rank`, or of the rank that needs the most.
 
     Raises BadInputError if the plan has no such rank.
     """
     require_rank(asked, rank)
-    return worst(asked) if rank is None else asked.trace(rank)
+    return account_of_fullest_rank(asked) if rank is None else asked.trace(rank)
 
 
 def require_rank(asked: AnyQuery, rank: int | None) -> None:
-    """Raise BadInputError if the plan has no such rank, or the formula cannot tell ranks apart."""
+    """Raise BadInputError if the memory of this rank cannot be given.
+
+    The plan may not have the rank. A model that cannot be traced is estimated for the fullest rank
+    only.
+    """
     if rank is not None and rank >= asked.plan.world_size:
         raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
     if rank is not None and isinstance(asked, FormulaQuestion):
@@ -289,8 +299,8 @@ def require_rank(asked: AnyQuery, rank: int | None) -> None:
         )
 
 
-def worst(asked: AnyQuery) -> MemoryAccount:
-    """Return the account of the rank that needs the most memory."""
+def account_of_fullest_rank(asked: AnyQuery) -> MemoryAccount:
+    """Return the memory of the rank that needs the most, among those that may differ."""
     return max(
         (asked.trace(rank) for rank in representatives(asked.plan)),
         key=lambda found: found.needed_bytes,

@@ -36,7 +36,7 @@ class TraceRequest(Record):
 
 
 def require_traced_kernels(accelerator: Accelerator | None) -> None:
-    """Raise BadInputError for a device whose kernels a trace does not know."""
+    """Raise BadInputError for a device whose kernels differ from those that a trace can run."""
     if accelerator is not None and not has_fused_attention(accelerator):
         raise BadInputError(
             f"{accelerator.name}: a trace runs the kernels for CUDA and CPUs, but kernels for "
@@ -106,7 +106,10 @@ class Tracer:
         return answer
 
     def give_up(self) -> bool:
-        """Kill the process from another thread; pending calls fail. Return False if none runs."""
+        """Kill the tracing process, from another thread, so that pending calls fail.
+
+        Returns False if no process runs.
+        """
         process = self._process
         if process is None or process.poll() is not None:
             return False
@@ -123,7 +126,10 @@ class Tracer:
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Answer each line of `requests`, a `TraceRequest` as JSON, with a line in `answers`."""
+    """Trace one rank for each line of `requests`, and write the result as a line to `answers`.
+
+    Requests are `TraceRequest`s in JSON, and results are JSON objects.
+    """
     for line in requests:
         answers.write(json.dumps(_answer_request(TraceRequest.model_validate_json(line))) + "\n")
         answers.flush()
@@ -147,7 +153,7 @@ def account_of(ask: TraceRequest) -> MemoryAccount:
 
 
 def time_of(ask: TraceRequest) -> float | None:
-    """Return the planner's step time in seconds; None if unknown."""
+    """Return the step time in seconds that the planner predicts for a request; None if unknown."""
     from outpace.jobs.memory.step_time import step_time_s  # loaded here, too
 
     device: Literal["cpu", "cuda"] = "cpu" if ask.accelerator is None else "cuda"

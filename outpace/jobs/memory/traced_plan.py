@@ -3,7 +3,7 @@
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import without_weights
 from outpace.interop.models import open_model
-from outpace.jobs.memory.query import ask_of_module, worst
+from outpace.jobs.memory.query import account_of_fullest_rank, ask_of_module
 from outpace.jobs.memory.trace_worker import TraceRequest, account_of, require_traced_kernels
 from outpace.planner.pipeline.stages import representatives
 from outpace.planner.problem import PlanningProblem
@@ -15,7 +15,7 @@ from outpace.records.settings import TrainSettings
 
 
 def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> RankedPlan:
-    """Replace the formula's memory by traced memory.
+    """Return the plan with its memory from a trace instead of from the planner's formula.
 
     Raises BadInputError for plans and models that outpace cannot train.
     """
@@ -40,9 +40,9 @@ def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> 
 def fullest(
     plan: Plan, model: str, job: PlanningProblem, dropout: float | None = None
 ) -> MemoryAccount:
-    """Return the traced account of the fullest rank, by default with the model's dropout.
+    """Trace the ranks of a plan, and return the memory of the one that needs the most.
 
-    Raises BadInputError if it cannot be traced.
+    `dropout` replaces the model's. Raises BadInputError if the plan or model cannot be traced.
     """
     opened, wanted = open_model(without_weights(model)), job.wanted
     device = job.cluster.device
@@ -54,7 +54,7 @@ def fullest(
     said = {"model": model, "precision": plan.precision}
     if opened.build is not None:
         settings = TrainSettings.parse({**said, "seq_len": wanted.seq_len}, "plan")
-        return worst(
+        return account_of_fullest_rank(
             ask_of_module(opened.build, settings, plan, wanted.global_batch, accelerator, per_host)
         )
     assert opened.spec is not None

@@ -93,7 +93,7 @@ def apply_settings_plan(
 
 
 def _workload_of_file(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
-    """Return sequence length and global batch from the plan file, unless the user set them."""
+    """Return the sequence length and global batch of a plan file, except what the user set."""
     known = {"seq_len": file.seq_len, "global_batch": file.global_batch}
     return {
         name: value
@@ -126,7 +126,11 @@ def _plan_to_settings(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
 def _read_tuned_step_time_s(
     path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
 ) -> float | None:
-    """Return the step time in seconds that tuning measured; None if settings or machine differ."""
+    """Return the step time in seconds that tuning measured for the plan in a file.
+
+    Returns None if there is no such measurement, or if it is of another plan, other settings or
+    another machine, which `say` reports.
+    """
     beside = path.parent / TUNING_FILE
     if not beside.is_file():
         return None
@@ -300,7 +304,7 @@ def question(
 
 
 def _find_excluded_strategies(settings: TrainSettings, world: int) -> Collection[Strategy]:
-    """Return the strategies that cannot split a custom model; empty for other models."""
+    """Return the strategies that cannot be applied to a custom model; none for other models."""
     if not names_code(settings.model):
         return ()
     from outpace.parallel.custom.module_shape import find_refused_strategies

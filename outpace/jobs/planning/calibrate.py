@@ -39,10 +39,11 @@ _STATED = (
 
 @dataclass(frozen=True)
 class CalibratedRun:
-    """A logged run, and its predicted step time before and after correcting rates.
+    """A logged run, and its predicted step time before and after correcting the machine's rates.
 
-    `planned_memory_bytes` is of the same kind as the log's peak: allocated, reserved or resident.
-    `assumed`: settings of the plan that neither the log nor a flag states.
+    `planned_memory_bytes` is the predicted peak memory. It counts allocated, reserved or resident
+    bytes, whichever the log reports. `assumed` has the plan's settings that neither the log nor a
+    flag gives.
     """
 
     observed: ObservedRun
@@ -117,7 +118,7 @@ def calibrate_machine(
 
 
 def _uncorrected_question(question: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
-    """Return the question for the uncorrected machine, and the runs that corrected it before."""
+    """Return the question for the uncorrected machine, and the runs used to correct it earlier."""
     if question.machine is None:
         raise BadInputError(
             "which machine are the logs from? Pass it as --machine, such as --machine hgx-h100, "
@@ -146,7 +147,10 @@ def _uncorrected_question(question: PlanQuestion) -> tuple[PlanQuestion, tuple[O
 
 
 def _predicted_log_bytes(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> int:
-    """Return the predicted memory, of the kind that the run's log reports."""
+    """Return the predicted peak memory of the kind that the log reports.
+
+    This is allocated, reserved or resident memory.
+    """
     if run.memory_kind == "allocated":
         return planned.peak_memory_bytes - planned.memory.get("allocator and libraries", 0)
     if run.memory_kind == "reserved" and question.cluster.device.kind == "cuda":

@@ -14,7 +14,7 @@ from outpace.records.plan import Plan
 def estimate(
     asked: PlanQuestion, plan: Plan, name: str = "the plan", *, trace: bool = False
 ) -> tuple[RankedPlan, PlanningProblem]:
-    """Estimate a plan on the requested machines; also return the planning problem.
+    """Estimate the time and memory of a plan; also return the planning problem.
 
     `name`: the plan's name in error messages. With `trace`, the real model runs under fake tensors,
     which gives its exact peak memory. Raises BadInputError if the plan is for another number of

@@ -48,11 +48,11 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class ExportChoice:
-    """The exported plan, the configuration written, and why this plan was chosen.
+    """The plan chosen for export, its configuration, and the reason for the choice.
 
-    `number`: the plan's position in the planner's answer, from 1. `estimate`: of the written
-    configuration; None if it cannot be estimated. `warning`: names features that the format cannot
-    express, or says that the plan does not fit; None if neither applies.
+    `number` is the plan's position in the planner's answer, counted from 1. `estimate` is that of
+    the written configuration; None if it cannot be estimated. `warning` names features that the
+    format cannot express, or says that the plan does not fit; None if neither applies.
     """
 
     planned: RankedPlan
@@ -77,10 +77,10 @@ def check_exportable(name: str, model: NamedModel, adapters: AdapterSettings | N
 def pick_plan(
     name: str, job: PlanningProblem, answer: Plans, model: NamedModel, chosen: int | None
 ) -> ExportChoice:
-    """Choose plan number `chosen`, or the recommended plan that the format `name` can express.
+    """Choose plan number `chosen`, or the first plan if that is None, and write it in a format.
 
-    If `chosen` is given, `answer` may be for another trainer. Raises BadInputError if no
-    configuration can be written for the plan.
+    `name` is the format. Plans are ranked from the best, and `answer` may be for another trainer if
+    `chosen` is given. Raises BadInputError if no configuration can be written for the plan.
     """
     there = job.with_nodes(answer.nodes - answer.idle_nodes)
     if chosen is not None or name == "outpace":
@@ -105,7 +105,10 @@ def list_alternatives(answer: Plans) -> list[str]:
 
 @dataclass(frozen=True)
 class _MissingFeatures:
-    """Describes the features of a plan that the format `name` cannot express for any model."""
+    """Function that describes what a trainer's format cannot express of a plan, or returns "".
+
+    Limits that come from the model itself are left out.
+    """
 
     name: str
     model: NamedModel
@@ -137,7 +140,7 @@ def restrict_search(
 
 
 def _stand_in_model(outline: Outline) -> ModelSpec:
-    """Return a stand-in model with the outline's layers, to find out what a format supports."""
+    """Return a model with as many layers as the outline, to find out what a format can express."""
     return preset("llama-3-8b").model_copy(update={"layers": outline.layers})
 
 
@@ -183,7 +186,10 @@ def _build_choice(
 def _estimate_written(
     job: PlanningProblem, plan: Plan, written: ExportedPlan
 ) -> tuple[Estimate | None, bool]:
-    """Estimate the written configuration, and return whether the estimate covers all of it."""
+    """Estimate the written configuration; also return whether the estimate covers all of it.
+
+    The estimate is None if the configuration is not a plan that can be estimated.
+    """
     described, known = written.written_plan(plan)
     if described is None:
         return None, False
@@ -225,7 +231,7 @@ def _describe_condition(written: ExportedPlan) -> str:
 
 
 def figures(estimate: Estimate, written: ExportedPlan) -> str:
-    """Describe the time and memory of the written configuration in a sentence."""
+    """Describe the predicted time and memory of the written configuration in a sentence."""
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
     interval = f" ({low} to {high} with {estimate.level * 100:.0f} % probability)"
     return f"{_describe_condition(written)}: {_format_figures(estimate, interval)}."

@@ -32,7 +32,7 @@ _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 @dataclass(frozen=True)
 class Answers:
-    """Values that flags state about logged runs. `source`: the flag that gave `layout`."""
+    """Values that flags give for logged runs. `source` is the flag from which `layout` comes."""
 
     source: str
     layout: Mapping[str, Any]
@@ -138,7 +138,10 @@ def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, s
 
 
 def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> None:
-    """Raise BadInputError for a step too fast for the machine, or a layout that does not fit."""
+    """Raise BadInputError for a logged run that cannot have happened on the machine.
+
+    Its step may be too fast, its memory more than the device has, or its layout too large.
+    """
     device = question.cluster.device
     most = device.nominal_bytes or device.memory_bytes
     peak = run.peak_memory_bytes

@@ -41,9 +41,9 @@ _CALIBRATED = math.log(1.2)
 
 @dataclass(frozen=True)
 class TuningProposal:
-    """A plan, and its currently predicted step time in seconds.
+    """A plan that tuning may try, with its step time as predicted after the trials so far.
 
-    `spread`: the prediction's uncertainty, as the standard deviation of its logarithm.
+    `spread` is the uncertainty of the prediction, as the standard deviation of its logarithm.
     """
 
     plan: Plan
@@ -62,7 +62,7 @@ def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
 
 
 class Proposer:
-    """Predicts step times of plans on this machine for tuning."""
+    """Predictor of plans' step times on this machine, which learns from the trials of tuning."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Proposer:
         self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]:
-        """Return plans worth trying, sorted by predicted step time, corrected by the `trials`."""
+        """Return plans worth trying, sorted by step time as predicted after the `trials`."""
         learned = self._corrections(trials)
         too_many, found = self._lowest_oom_bytes(trials), []
         for world, job in self._jobs.items():
@@ -112,7 +112,7 @@ class Proposer:
         return _make_proposals(self._jobs[plan.world_size], [plan], self._corrections(trials))[0]
 
     def _lowest_oom_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
-        """Return the lowest predicted memory of a trial that did not fit, by number of processes.
+        """Return, by number of processes, the lowest predicted memory of a plan that did not fit.
 
         Trials that ran concurrently are ignored, since they shared memory.
         """
@@ -159,9 +159,11 @@ class Proposer:
 
 @dataclass(frozen=True)
 class _Corrections:
-    """Corrections learned from trials, both to the machine's rates and to individual plans.
+    """Corrections to the predictor that trials have taught it.
 
-    `slopes`: derivatives of the fastest trial's time with respect to the rates, (adjustments, 1).
+    `rates` corrects the machine's rates, and `deviations` the times of individual plans. `slopes`
+    has the derivatives of the fastest trial's step time with respect to each corrected rate, as a
+    column.
     """
 
     rates: Calibration
@@ -218,10 +220,10 @@ def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
 
 
 def _savings(plan: Plan, layers: int) -> tuple[int, int]:
-    """Return two measures of the memory that a plan saves at the cost of time.
+    """Return how much memory a plan saves at the cost of time, as two numbers to compare.
 
-    The first is the sum over layers of the recomputation mode's index in MODES, the second 1 if the
-    loss is chunked, else 0.
+    The first grows with recomputation: it is the sum, over layers, of the mode's index in MODES.
+    The second is 1 if the loss is chunked, otherwise 0.
     """
     return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
 
