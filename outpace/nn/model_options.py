@@ -229,12 +229,14 @@ def apply_options(
     blocks: Sequence[nn.Module] | None = None,
     scratch: Scratch | None = None,
     on_failure: Callable[[str], None] | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Apply a plan's options to a model's blocks: fp8, checkpointing, compilation, offloading.
 
     Options only work if applied in this order. `scratch` stores tensors that are offloaded to disk
     (None: in the system's temporary directory). `on_failure` is called with the reason if the
-    compiler fails on the model.
+    compiler fails on the model. `device` is the one that computes (None: that of the parameters,
+    which may be on the meta device or in host memory until the model is laid out).
     """
     if plan.precision == "fp8":
         apply_fp8(blocks or find_blocks(module))
@@ -247,7 +249,7 @@ def apply_options(
         compile_forwards([module] if whole else blocks or find_blocks(module), on_failure)
     if plan.offload_activations != "none":
         on_disk = plan.offload_activations == "disk"
-        device = next(module.parameters()).device
+        device = device or next(module.parameters()).device
         require_place(plan.offload_activations, device)
         place = DiskStore(scratch or Scratch()) if on_disk else HostStore(device)
         offload_activations(blocks or find_blocks(module), place)

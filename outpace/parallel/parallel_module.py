@@ -389,7 +389,7 @@ def lay_out(
     Call `synchronise_statistics` first. `on_failure` is called with the reason if the compiler
     fails.
     """
-    apply_plan_options(custom, plan, scratch, on_failure)
+    apply_plan_options(custom, plan, device, scratch, on_failure)
     return apply(
         LayoutRequest(objective, plan, ranks, device, custom.blocks, custom.layouts, scratch)
     )
@@ -398,16 +398,17 @@ def lay_out(
 def apply_plan_options(
     custom: CustomModel,
     plan: Plan,
+    device: torch.device,
     scratch: Scratch,
     on_failure: Callable[[str], None] | None = None,
 ) -> None:
-    """Apply a plan's options to the blocks of a custom model."""
+    """Apply a plan's options to the blocks of a custom model, which computes on `device`."""
     named = (
         None
         if custom.blocks is None
         else named_blocks(custom.module, flatten_blocks(custom.blocks))
     )
-    apply_options(custom.module, plan, named, scratch, on_failure)
+    apply_options(custom.module, plan, named, scratch, on_failure, device)
 
 
 def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:

@@ -83,7 +83,7 @@ class ModuleWorkload:
         lower_weights(objective, mixed)
         watch.allocate_permanently(rules.workspaces(), "workspaces")
         synchronise_statistics(own, plan)
-        apply_plan_options(own, plan, scratch)
+        apply_plan_options(own, plan, CPU, scratch)
         if plan.compile:
             from outpace.trace.compiled_region import trace_compiled
 

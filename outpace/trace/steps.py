@@ -73,7 +73,7 @@ class Workload:
         plan, objective = self.plan, _build_objective(self, mixed)
         rules.prepare(objective)
         watch.allocate_permanently(rules.workspaces(), "workspaces")
-        apply_options(objective.model, plan, scratch=scratch)
+        apply_options(objective.model, plan, scratch=scratch, device=CPU)
         if plan.compile:
             from outpace.trace.compiled_region import trace_compiled
 

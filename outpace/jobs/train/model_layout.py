@@ -42,9 +42,10 @@ def lay_out(
             first = None if job.settings.measure_only else StateCheck(plan, say, by_command=True)
         elif job.settings.check != "off":
             first = FirstBatch(objective, plan, job.ranks, say, by_command=True, blocks=own.blocks)
-        apply_plan_options(own, plan, scratch, say)
+        apply_plan_options(own, plan, job.device, scratch, say)
     else:
-        apply_options(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]
+        model: nn.Module = objective.model  # type: ignore[assignment]
+        apply_options(model, plan, scratch=scratch, on_failure=say, device=job.device)
     layout = apply(
         LayoutRequest(
             objective, plan, job.ranks, job.device, scratch=scratch,
