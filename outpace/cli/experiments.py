@@ -175,10 +175,12 @@ def arm_of(word: str) -> Arm:
 def _check_strategy(name: str, word: str) -> str:
     known = get_args(Strategy)
     if name not in known:
-        refuse_missing_folder(name, f"arm {word!r}")
+        close = suggest(name, known)
+        if name and not close:
+            refuse_missing_folder(name, f"arm {word!r}")
         raise BadInputError(
             f"arm {word!r}: {name!r} is neither a strategy nor the folder of a run."
-            f"{suggest(name, known)}{suggest_runs(Path(name))} Write a strategy, settings "
+            f"{close}{suggest_runs(Path(name))} Write a strategy, settings "
             "(micro_batch=2,precision=bf16) or environment variables (NAME=value), separated by "
             "commas; or give the folders of finished runs, or the .toml file of an experiment."
         )
@@ -188,6 +190,8 @@ def _check_strategy(name: str, word: str) -> str:
 def refuse_missing_folder(word: str, where: str) -> None:
     """Raise BadInputError if a word is or looks like a path, but not that of a run's folder."""
     path = Path(word)
+    if path.suffix in (".toml", ".json"):  # of an experiment, which is given alone
+        return
     if path.exists() or (len(path.parts) > 1 and "=" not in word):
         try:
             require_run(path)

@@ -227,7 +227,7 @@ def train_under_plan(
     mixed = make_mixed(plan.precision, device, True, fully_shards=plan.fully_shards)
     whole_values = lower_weights(objective, mixed)
     scratch = Scratch()
-    apply_options(objective.model, plan, scratch=scratch)
+    apply_options(objective.model, plan, scratch=scratch, device=device)
     layout = apply(LayoutRequest(objective, plan, ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
     wide_values = parts_of(layout, whole_values)

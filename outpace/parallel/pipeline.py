@@ -120,7 +120,7 @@ class PipelineLayout(SpreadLayout):
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
         self._parts = parts
         self._meta_model = whole
-        # Sharded parameters are in the dtype of matmuls while they are gathered.
+        # Read before parts are sharded: gathered parameters are in the dtype of matmuls.
         self._hidden_dtype = next(model.parameters()).dtype
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
         self.modules = {stage: take_part(model, parts[stage]) for stage in mine}

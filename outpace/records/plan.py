@@ -34,7 +34,7 @@ def _split_modes(value: object) -> object:
 
 LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_split_modes)]
 Offload = Literal["none", "cpu", "disk"]
-# Far above what any run has, so that products of counts can be computed.
+# Far above what any run has.
 Count = Annotated[int, Field(gt=0, le=2**24)]
 LargeCount = Annotated[int, Field(gt=0, le=2**32)]
 # Matrices of a block, named as in `nn.block`.
@@ -85,7 +85,7 @@ class Plan(Record):
     servers: Annotated[int, Field(ge=0, le=2**24)] = 0
     server_updates: bool = False
     worker_devices: Count = 1
-    micro_batch: Count = 1
+    micro_batch: LargeCount = 1
     pp_microbatches: Count = 1
     pp_schedule: ProductSchedule = "1f1b"
     virtual_stages: Count | None = None

@@ -91,7 +91,7 @@ class SyntheticSteps:
         objective = LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)
         whole_values = lower_weights(objective, mixed)
         scratch = Scratch()
-        apply_options(objective.model, plan, scratch=scratch)
+        apply_options(objective.model, plan, scratch=scratch, device=device)
         layout = apply(LayoutRequest(objective, plan, own, device, scratch=scratch))
         place = partial(place_optimizer, layout, plan, scratch)
         optimizer = make_optimizer(

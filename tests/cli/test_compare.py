@@ -295,6 +295,8 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
             "arm 'runs/a': there is no folder runs/a. Give the folder of a run.",
         ),
         (["ddp", "/"], "arm '/': / holds no run (no run.json)."),
+        (["ddp,", "zero3"], "arm 'ddp,': '' is neither a strategy nor the folder of a run."),
+        (["exp/a.toml", "ddp"], "or the .toml file of an experiment"),
         (["ddp", "micro_bach=2"], "'micro_bach' is not a setting. Did you mean 'micro_batch'"),
         (["ddp", "precision=fp23"], "'fp23' is not one of"),
         (["ddp", "ddp"], "two arms are called ddp. Give each its own name, as in NAME:SETTINGS"),

@@ -131,7 +131,7 @@ def test_a_module_of_your_own_is_traced_too(capsys, plan_file, tmp_path):
         ({"micro_batch": 3}, [], "is not a multiple of"),
         ({"strategy": "zero3"}, [], "strategy zero3 splits dp_shard"),
         ({"tp": 0}, [], "tp"),
-        ({"micro_batch": 2**64}, [], "should be less than or equal to 16777216"),
+        ({"micro_batch": 2**64}, [], "should be less than or equal to 4294967296"),
         ({"colour": "red"}, [], "colour"),
         ({"strategy": "3d", "dp_replicate": 1, "pp": 2, "pp_microbatches": 1}, [], "1f1b"),
         ({"checkpoint_layers": ["full"]}, [], "checkpoint_layers has 1 modes"),

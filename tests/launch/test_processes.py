@@ -109,6 +109,8 @@ OPTIONS = [
     "--strategy=zero3 --offload-optimizer=cpu",
     "--strategy=3d --pp=2 --offload-parameters=cpu --precision=bf16 --eval-batches=2",
     "--strategy=zero3 --offload-activations=disk",
+    "--strategy=tp --offload-activations=disk",
+    "--strategy=1f1b --offload-activations=disk",
     "--strategy=zero2 --offload-optimizer=disk",
     "--strategy=zero3 --offload-parameters=cpu --offload-optimizer=disk",
     "--strategy=zero3 --offload-parameters=disk",

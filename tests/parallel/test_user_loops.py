@@ -332,9 +332,12 @@ def test_an_offloaded_optimizer_begins_with_what_the_loop_wrote(tmp_path, strate
     require_equal(tmp_path, strategy, loop, change={"offload_optimizer": "cpu"})
 
 
-def test_groups_are_added_to_an_offloaded_optimizer(tmp_path):
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero1", "zero3"))]
+)
+def test_groups_are_added_to_an_offloaded_optimizer(tmp_path, strategy):
     offloaded = {"change": {"offload_optimizer": "cpu"}, "check": "off"}
-    require_equal(tmp_path, "ddp", "add_group", **offloaded)
+    require_equal(tmp_path, strategy, "add_group", **offloaded)
 
 
 def test_an_optimizer_that_needs_a_closure_is_not_offloaded(tmp_path):

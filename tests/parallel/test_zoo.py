@@ -58,10 +58,11 @@ SAMPLE = {
     "t5": "1f1b",
     "gradients_of_samples": "zero3",
     "forces_by_gradients": "gpipe",
+    "features_from_the_second_step": "1f1b",
 }
 DEFAULT_SAMPLE = {
     "x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward",
-    "cross_correlation_of_the_batch", "compiled_as_a_whole",
+    "cross_correlation_of_the_batch", "compiled_as_a_whole", "features_from_the_second_step",
 }  # fmt: skip
 ADVICE = (
     "use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ", "add it",

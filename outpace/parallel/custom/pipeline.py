@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
@@ -176,6 +177,7 @@ class CustomPipeline(SpreadLayout):
         self._shared = self._make_shared_group(rest)
         self.averages = plan.data_parallel
         self._shapes: object = None
+        self._steps = 0
         self.rows = SampleRows()
         self._inspection = PipelineInspection(
             self._stages, self._ranks_of, names, parts, held, group, self._at, plan.strategy
@@ -287,6 +289,11 @@ class CustomPipeline(SpreadLayout):
         with self._draws.step():
             self._run_schedule(batches, hooks, totals)
         self._refuse_unsent_nan(totals)
+        self._steps += 1
+        done = self._steps - 1
+        has_values = not isinstance(totals, FakeTensor)
+        if has_values and done and done & (done - 1) == 0:  # steps 2, 3, 5, 9, …, since it waits
+            self._refuse_new_nan(batches, hooks, totals)
         self._reduce_gradients_outside_blocks()
         for stage in self._stages.values():
             for block in stage.blocks():
@@ -312,6 +319,17 @@ class CustomPipeline(SpreadLayout):
                 if isinstance(error.__cause__, BadInputError):
                     raise error.__cause__ from None
                 raise
+
+    def _refuse_new_nan(self, batches: Sequence[Batch], hooks: StepHooks, totals: Tensor) -> None:
+        """Inspect stages again if the loss is NaN, to name a stage that makes it so. Collective.
+
+        The forward may have begun to use something that stages do not send, and that is NaN here.
+        """
+        if not any(gather_objects(bool(totals[0].isnan()), self._group)):
+            return
+        for batch in batches:
+            for part in self.rows.cut(batch, self._plan.pp_microbatches):
+                self._inspect(part, hooks)
 
     def _refuse_unsent_nan(self, totals: Tensor) -> None:
         last = self._stages.get(len(self._parts) - 1)
