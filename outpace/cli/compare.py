@@ -27,6 +27,7 @@ from outpace.cli.experiments import (
 from outpace.cli.main import TerminatedError
 from outpace.cli.output import output_place, require_folder_place
 from outpace.cli.parser import Parser, duration_type, number_type
+from outpace.cli.streams import print_message
 from outpace.interop.user_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
@@ -155,7 +156,7 @@ def _warn_if_single_process(experiment: Experiment, settings: list[TrainSettings
         if one.plan is None and idle_strategy_note(one.strategy, one.nproc or 1) is not None
     )
     if names:
-        _say(
+        print_message(
             f"{names}: on one process, all strategies compute the same thing, and nothing is "
             "communicated. Start several processes with --nproc N"
         )
@@ -177,11 +178,13 @@ def _measure_and_judge(
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / EXPERIMENT)
     if not quiet:
-        _say(_describe_experiment(experiment, settings, folder))
+        print_message(_describe_experiment(experiment, settings, folder))
         needed = fewest_rounds(ALPHA / (len(experiment.arms) - 1))
         if experiment.rounds < needed:
             rounds = f"{experiment.rounds} round{'s' * (experiment.rounds > 1)}"
-            _say(f"{rounds} cannot decide, whatever they measure: use --rounds {needed} or more")
+            print_message(
+                f"{rounds} cannot decide, whatever they measure: use --rounds {needed} or more"
+            )
     _prepare_data(settings, quiet)
     began_s, started = time.monotonic() - sum(one.took_s for one in finished), format_now()
     run = arms.run_training if settings else arms.run_command
@@ -229,10 +232,6 @@ def _format_processes(settings: TrainSettings) -> str:
     return f" on {settings.nproc or 1} process{'es' * ((settings.nproc or 1) > 1)}"
 
 
-def _say(sentence: str) -> None:
-    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
-
-
 def _run_rounds(
     experiment: Experiment, folder: Path, run: "Run", finished: list[Outcome], quiet: bool
 ) -> tuple["ComparisonEnd", BaseException | None]:
@@ -249,7 +248,7 @@ def _run_rounds(
             seen.append(outcome)
             file.write(encode_line(outcome).decode())
             if not quiet:
-                _say(_format_outcome(outcome, experiment))
+                print_message(_format_outcome(outcome, experiment))
 
         try:
             return compare(experiment, folder, run, finished, note_outcome), None

@@ -102,6 +102,11 @@ def _replace_by_similar(error: UnicodeError) -> tuple[str, int]:
     return "".join(_INSTEAD.get(one, "?") for one in missing), error.end
 
 
+def print_message(sentence: str) -> None:
+    """Print a message to the user on standard error."""
+    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
+
+
 def flush_output() -> None:
     """Flush standard output.
 

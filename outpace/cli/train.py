@@ -4,7 +4,6 @@ import argparse
 import atexit
 import itertools
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import NoReturn
 
 from outpace.cli import main, options, resume
 from outpace.cli.parser import Parser, number_type
+from outpace.cli.streams import print_message
 from outpace.interop.user_file import require_named
 from outpace.jobs.train.prefault import prefault_memory
 from outpace.launch.forked_ranks import can_fork, name_rank
@@ -145,7 +145,7 @@ def _start_local_ranks(settings: TrainSettings, arguments: list[str], most: int)
     from outpace.launch.restarts import Restarts
 
     words = ["train", *arguments]
-    restarts = Restarts(most, settings.out, _say)
+    restarts = Restarts(most, settings.out, print_message)
     with import_quickly():
         forks = can_fork(settings.device)
     while True:
@@ -216,15 +216,11 @@ def _drop_options(argv: list[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def _say(sentence: str) -> None:
-    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
-
-
 def _apply_plan(request: _Request, ranks: Ranks | None) -> _Request:
     """Apply the settings of --plan; rank 0 prints which plan was chosen."""
     from outpace.jobs.planning.auto_plan import apply_settings_plan
 
-    say = _say if ranks is None or ranks.rank == 0 else _say_nothing
+    say = print_message if ranks is None or ranks.rank == 0 else _say_nothing
     settings, origins = apply_settings_plan(request.settings, request.origins, ranks, say)
     return replace(request, settings=settings, origins=origins)
 
@@ -237,7 +233,7 @@ def _apply_plan_file(request: _Request, environ: Mapping[str, str]) -> _Request:
 
 
 def _say_nothing(sentence: str) -> None:
-    """Ignore a message that only rank 0 prints, with `_say`."""
+    """Ignore a message that only rank 0 prints, with `print_message`."""
 
 
 def _replan(request: _Request, ranks: Ranks) -> _Request:
@@ -246,7 +242,7 @@ def _replan(request: _Request, ranks: Ranks) -> _Request:
         return request
     from outpace.jobs.planning.replan import replan
 
-    say = _say if ranks.rank == 0 else _say_nothing
+    say = print_message if ranks.rank == 0 else _say_nothing
     settings, origins = replan(request.settings, request.origins, ranks, say)
     return replace(request, settings=settings, origins=origins)
 
@@ -309,7 +305,7 @@ def _write_hang_page(path: Path) -> None:
 
     page_path = path.with_suffix(".html")
     write_atomic(page_path, page([hang_document(HangReport.load(path))]))
-    _say(f"what each rank was doing: {page_path}")
+    print_message(f"what each rank was doing: {page_path}")
 
 
 def show_measurement(measurement: Measurement, as_json: bool) -> None:

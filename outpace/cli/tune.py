@@ -20,6 +20,7 @@ from outpace.cli.experiments import (
 )
 from outpace.cli.main import TerminatedError
 from outpace.cli.parser import Parser, duration_type, number_type
+from outpace.cli.streams import print_message
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.line_checksums import encode_line
@@ -187,15 +188,15 @@ def _run_trials(
         def record_trial(trial: PlanTrial) -> None:
             seen.append(trial)
             file.write(encode_line(trial).decode())
-            _say(_format_trial(trial))
+            print_message(_format_trial(trial))
 
         def run_final(number: int, several: Sequence[NextTrial]) -> Sequence[PlanTrial]:
             titles = ", ".join(one.proposal.title for one in several)
             plans = [one.proposal.plan for one in several]
             if fit_together(plans, seen, host_bytes, proposer.machine):
-                _say(f"measured in turn, to distinguish them: {titles}")
+                print_message(f"measured in turn, to distinguish them: {titles}")
                 return trials.run_in_turn(number, several)
-            _say(
+            print_message(
                 "measured again, one after the other (they do not fit into memory together): "
                 f"{titles}"
             )
@@ -208,10 +209,6 @@ def _run_trials(
             return tune(proposer, trials.run, run_final, limits, finished, record_trial), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
             return TuningEnd(tuple(seen), "it was interrupted"), interrupt
-
-
-def _say(words: str) -> None:
-    print(f"outpace: {words}", file=sys.stderr, flush=True)
 
 
 def _limit_flags(limits: "Limits") -> dict[str, Any]:
